@@ -1,0 +1,23 @@
+"""What a request is: one user, many candidates, and the features of each side."""
+
+from torchrec_adaptive.request.batch import RequestBatch
+from torchrec_adaptive.request.broadcast import Broadcast
+from torchrec_adaptive.request.features import RequestFeatures, concat_kjts, empty_kjt, expand_kjt
+from torchrec_adaptive.request.rows import batch_from_rows
+from torchrec_adaptive.request.schema import Feature, FeatureSchema, Kind, Side, TableSpec, nearest_name
+
+__all__ = [
+    "Broadcast",
+    "Feature",
+    "FeatureSchema",
+    "Kind",
+    "RequestBatch",
+    "RequestFeatures",
+    "Side",
+    "TableSpec",
+    "batch_from_rows",
+    "concat_kjts",
+    "empty_kjt",
+    "expand_kjt",
+    "nearest_name",
+]
