@@ -1,6 +1,6 @@
 """Whether the installed torch, fbgemm and torchrec belong together, read from metadata before anything is imported.
 
-fbgemm 1.X is built against torch 2.(X+5), and torchrec 1.X against fbgemm 1.X; other pairs fail at import with undefined
+fbgemm 1.X is built against torch 2.(X+5), and torchrec 1.X against fbgemm 1.X; others fail at import with undefined
 symbols. fbgemm-gpu and fbgemm-gpu-cpu own the same module folder, so that of both installed the later one wins in part.
 """
 

@@ -60,7 +60,7 @@ def batch_from_rows(schema: FeatureSchema, rows: Sequence[Row], request_key: str
             if row is not first and _ids_and_weights(feature, row) != _ids_and_weights(feature, first):
                 raise ValueError(
                     f"request-side feature {feature.name!r} differs within request {previous!r}: "
-                    f"{first[feature.name]!r} and {row[feature.name]!r}; make it a candidate feature, or split the request"
+                    f"{first[feature.name]!r} and {row[feature.name]!r}; make it a candidate feature"
                 )
         index.append(len(request_rows) - 1)
     batch = RequestBatch(
@@ -92,7 +92,7 @@ def _ids_and_weights(feature: Feature, row: Row) -> tuple[list[Any], list[float]
     values = list(value) if isinstance(value, (list, tuple)) or hasattr(value, "__array__") else [value]
     wanted = (int, float) if feature.kind is Kind.DENSE else (int,)
     for item in values:
-        if isinstance(item, bool) or not isinstance(item, wanted) and not hasattr(item, "__index__"):
+        if isinstance(item, bool) or (not isinstance(item, wanted) and not hasattr(item, "__index__")):
             raise ValueError(
                 f"feature {feature.name!r} holds {item!r}; give {' or '.join(t.__name__ for t in wanted)}s"
             )
