@@ -1,0 +1,7 @@
+"""Operators that mix what belongs to the request with what belongs to the candidate, without a copy."""
+
+from torchrec_adaptive.ops.broadcast_attention import broadcast_attention
+from torchrec_adaptive.ops.broadcast_factorization_machine import broadcast_factorization_machine
+from torchrec_adaptive.ops.broadcast_linear import broadcast_linear
+
+__all__ = ["broadcast_attention", "broadcast_factorization_machine", "broadcast_linear"]

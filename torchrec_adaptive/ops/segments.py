@@ -1,0 +1,62 @@
+"""Candidates sorted by request, as padded rows and back.
+
+Shape letters: R requests, B candidates, C most candidates of one request, L most events of one request, T events.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def candidate_counts(candidate_to_request: Tensor, num_requests: int) -> Tensor:
+    """How many candidates each request has.
+
+    Args:
+        candidate_to_request: (B,) integer, each below R.
+        num_requests: R.
+
+    Returns:
+        (R,) int64.
+
+    Example:
+        >>> candidate_counts(torch.tensor([0, 0, 2]), 3).tolist()
+        [2, 0, 1]
+    """
+    return torch.bincount(candidate_to_request.long(), minlength=num_requests)
+
+
+def positions_in_rows(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and place in its row of each element of a jagged tensor.
+
+    Args:
+        lengths: (R,) integer.
+
+    Returns:
+        (T,) int64 rows and (T,) int64 places, T being the sum of the lengths.
+
+    Example:
+        >>> [part.tolist() for part in positions_in_rows(torch.tensor([2, 0, 1]))]
+        [[0, 0, 2], [0, 1, 0]]
+    """
+    lengths = lengths.long()
+    rows = torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
+    starts = torch.cumsum(lengths, 0) - lengths
+    return rows, torch.arange(rows.shape[0], device=lengths.device) - starts[rows]
+
+
+def pad_rows(values: Tensor, rows: Tensor, places: Tensor, num_rows: int, width: int) -> Tensor:
+    """A jagged tensor as a dense one, zeros where a row is short.
+
+    Args:
+        values: (T, ...).
+        rows: (T,) int64, as `positions_in_rows` gives them.
+        places: (T,) int64, likewise.
+        num_rows: R.
+        width: places a row, at least the longest.
+
+    Returns:
+        (R, width, ...) of the dtype of `values`; differentiable.
+    """
+    padded = values.new_zeros((num_rows, width, *values.shape[1:]))
+    return padded.index_put((rows, places), values)
