@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -37,8 +37,8 @@ class RequestBroadcastEBC(EmbeddingBagCollection):
         device: of the weights.
 
     Raises:
-        ValueError: a request or sequence feature that no table reads, one named on both sides, or a feature that
-            several tables read.
+        ValueError: a table with the name of a method of nn.ModuleDict, a request or sequence feature that no table
+            reads, one named on both sides, or a feature that several tables read.
 
     Example:
         >>> from torchrec_adaptive.request import Feature, batch_from_rows
@@ -58,6 +58,12 @@ class RequestBroadcastEBC(EmbeddingBagCollection):
         is_weighted: bool = False,
         device: torch.device | None = None,
     ) -> None:
+        for table in tables:
+            if hasattr(nn.ModuleDict, table.name):
+                raise ValueError(
+                    f"table {table.name!r} has the name of a method of nn.ModuleDict, which holds the tables; rename "
+                    f"it, to {table.name + '_table'!r} for one"
+                )
         super().__init__(tables, is_weighted=is_weighted, device=device)
         self.request_features = tuple(request_features)
         self.sequence_features = tuple(sequence_features)
