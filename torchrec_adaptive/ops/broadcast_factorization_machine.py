@@ -1,7 +1,7 @@
 """The optimised factorization machine over tokens of both sides, the request's share done once a request.
 
 FM(X) = X (X^T Y),  X = [X_r; X_c] (n, d), Y (n, k):  O(n d k) in place of the O(n^2 d) of X X^T.
-X^T Y = X_r^T Y_r + X_c^T Y_c, and its first term belongs to the request.
+X^T Y = X_r^T Y_r + X_c^T Y_c, and its first term belongs to the request. The two terms are added in float32.
 Source: Wukong, arXiv 2403.02545, section 3.3.
 
 Shape letters: R requests, B candidates, N tokens, D embedding dim, K rank, C most candidates of one request.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_adaptive.ops.segments import candidate_counts, pad_rows, positions_in_rows
+from torchrec_adaptive.ops.segments import add_request_share, candidate_counts, pad_rows, positions_in_rows
 from torchrec_adaptive.request import Broadcast
 
 
@@ -40,8 +40,8 @@ def broadcast_factorization_machine(projection_NK: Tensor, candidate_BND: Tensor
         return torch.matmul(candidate_BND, torch.matmul(candidate_BND.mT, projection_NK))
     request_RND, index = request.values, request.candidate_to_request
     once_RDK = torch.matmul(request_RND.mT, projection_NK[:num_request_tokens])
-    combined_BDK = torch.matmul(candidate_BND.mT, projection_NK[num_request_tokens:])
-    combined_BDK = combined_BDK + once_RDK.index_select(0, index)
+    share_BDK = torch.matmul(candidate_BND.mT, projection_NK[num_request_tokens:])
+    combined_BDK = add_request_share(share_BDK, once_RDK, index).to(candidate_BND.dtype)
     candidate_rows_BNK = torch.matmul(candidate_BND, combined_BDK)
     return torch.cat([_request_rows(request_RND, combined_BDK, index), candidate_rows_BNK], dim=1)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrec_adaptive.ops.segments import add_request_share
 from torchrec_adaptive.request import Broadcast
 
 
@@ -46,6 +47,4 @@ def broadcast_linear(weight_MK: Tensor, candidate_BKD: Tensor, request: Broadcas
         return torch.matmul(weight_MK, candidate_BKD)
     share_BMD = torch.matmul(weight_MK[:, num_request_tokens:], candidate_BKD)
     once_RMD = torch.matmul(weight_MK[:, :num_request_tokens], request.values)
-    added = share_BMD.float() if share_BMD.dtype in (torch.bfloat16, torch.float16) else share_BMD
-    added = added + once_RMD.to(added.dtype).index_select(0, request.candidate_to_request)
-    return added.to(candidate_BKD.dtype)
+    return add_request_share(share_BMD, once_RMD, request.candidate_to_request).to(candidate_BKD.dtype)

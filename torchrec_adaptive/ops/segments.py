@@ -60,3 +60,18 @@ def pad_rows(values: Tensor, rows: Tensor, places: Tensor, num_rows: int, width:
     """
     padded = values.new_zeros((num_rows, width, *values.shape[1:]))
     return padded.index_put((rows, places), values)
+
+
+def add_request_share(candidate: Tensor, request: Tensor, candidate_to_request: Tensor) -> Tensor:
+    """Add to each candidate's rows those of its request, in float32 where the inputs are of lower precision.
+
+    Args:
+        candidate: (B, ...) floats.
+        request: (R, ...) floats, of the same inner shape.
+        candidate_to_request: (B,) integer.
+
+    Returns:
+        (B, ...) float32, or float64 where the candidate's is.
+    """
+    wide = torch.promote_types(candidate.dtype, torch.float32)
+    return candidate.to(wide) + request.to(wide).index_select(0, candidate_to_request)

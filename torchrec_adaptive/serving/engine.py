@@ -44,7 +44,7 @@ class ScoringEngine:
     """One model in memory, scored by many threads and updated by one.
 
     Scoring shares a lock and an update has it alone: every request is answered from exactly one version. An update is
-    read, verified and checked against the live tensors before the lock is taken; under it rows are copied, nothing else.
+    read, verified and checked against the live tensors before the lock is taken; under it rows are copied, no more.
 
     Args:
         store: the model's versions.
@@ -176,7 +176,8 @@ class ScoringEngine:
             )
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < live.shape[0]:
             raise ArtifactError(
-                f"{ref.folder} has ids {int(ids.min())} to {int(ids.max())} for {table!r}, which has {live.shape[0]} rows"
+                f"{ref.folder} has ids {int(ids.min())} to {int(ids.max())} for {table!r}; its rows are 0 to "
+                f"{live.shape[0] - 1}"
             )
         if bool((ids[1:] <= ids[:-1]).any()):
             raise ArtifactError(f"{ref.folder} has ids of {table!r} that do not ascend; each row may come once")

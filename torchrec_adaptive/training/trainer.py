@@ -1,8 +1,8 @@
 """The training loop: one process or several, resumable at any step.
 
 Tables are trained by row-wise Adagrad, fused into the backward pass; the dense part by Adam, with warm-up and clipping
-by the global norm. The loss is the weighted mean over all candidates of a step on all ranks, so that the number of ranks
-changes no result beyond the order of additions.
+by the global norm. The loss is the weighted mean over all candidates of a step on all ranks, so that the number of
+ranks changes no result beyond the order of additions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from tqdm import tqdm
 
-from torchrec_adaptive.distributed import SparseOptimizerConfig, shard_model
+from torchrec_adaptive.distributed import SparseOptimizerConfig, full_state_dict, shard_model
 from torchrec_adaptive.models import RankingTask
 from torchrec_adaptive.request import RequestBatch
 from torchrec_adaptive.training.checkpoint import CheckpointFolder, Progress
@@ -211,6 +211,14 @@ class Trainer:
     def _schedule(self, num_steps: int) -> float:
         final = self.config.final_learning_rate_fraction
         return 1.0 - (1.0 - final) * min(1.0, self.progress.step / max(1, num_steps))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights, whole, under the unsharded model's names; collective.
+
+        Returns:
+            Name to CPU tensor; on ranks other than 0 sharded tables are left out.
+        """
+        return {name.removeprefix("model."): value for name, value in full_state_dict(self.sharded).items()}
 
     def save(self) -> None:
         """Write a checkpoint; collective.

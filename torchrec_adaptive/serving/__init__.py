@@ -1,0 +1,1 @@
+"""Serving: a live model, the protocol, and weights that are updated in place."""
