@@ -101,12 +101,3 @@ def test_stack_equals_the_equations_layer_by_layer() -> None:
             x = block_by_equations(x, arrays(block), block.config)
         rows.append(x)
     np.testing.assert_allclose(stack(candidate, request).detach().numpy(), np.stack(rows), rtol=1e-8, atol=1e-8)
-
-
-def test_a_stack_of_i_layers_reaches_order_2_to_the_i() -> None:
-    """Norms and residuals left out, the factorization machine of a layer doubles the polynomial order."""
-    x = np.random.default_rng(0).normal(size=(3, 2))
-    y = np.random.default_rng(1).normal(size=(3, 2))
-    once = product(x, product(x.T, y))
-    doubled = product(2 * x, product((2 * x).T, y))
-    np.testing.assert_allclose(doubled, 4 * once)

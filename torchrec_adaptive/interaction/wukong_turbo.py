@@ -182,20 +182,39 @@ class WukongTurboBlock(nn.Module):
             (B, n_F + n_L, D).
 
         Raises:
-            ValueError: the tokens of both sides are not `num_tokens`, or their dims differ.
+            ValueError: the tokens of both sides are not `num_tokens`, their dims differ, or the index is of another
+                number of candidates.
         """
-        given = candidate_BND.shape[1] + (0 if request is None else request.values.shape[1])
-        if given != self.config.num_tokens or candidate_BND.shape[2] != self.config.embedding_dim:
-            raise ValueError(
-                f"the block got {given} tokens of dim {candidate_BND.shape[2]}; its config has "
-                f"num_tokens={self.config.num_tokens}, embedding_dim={self.config.embedding_dim}"
-            )
+        self._check_inputs(candidate_BND, request)
         mixed = torch.cat([self.fmb(candidate_BND, request), self.lcb(candidate_BND, request)], dim=1)
         if self.residual is not None:
             return self.norm(mixed + self.residual(candidate_BND, request))
         if request is None:
             return self.norm(mixed + candidate_BND)
         return self.norm(mixed + torch.cat([request.expand(), candidate_BND], dim=1))
+
+    def _check_inputs(self, candidate_BND: Tensor, request: Broadcast | None) -> None:
+        for side, tokens in (("candidate", candidate_BND), ("request", None if request is None else request.values)):
+            if tokens is None:
+                continue
+            if tokens.dim() != 3:
+                raise ValueError(f"the {side} tokens are of shape {tuple(tokens.shape)}; give (rows, tokens, dim)")
+            if tokens.shape[2] != self.config.embedding_dim:
+                raise ValueError(
+                    f"the block got {tokens.shape[1]} tokens of dim {tokens.shape[2]}: {side} tokens have dim "
+                    f"{tokens.shape[2]}, its config embedding_dim={self.config.embedding_dim}; project them to it"
+                )
+        given = candidate_BND.shape[1] + (0 if request is None else request.values.shape[1])
+        if given != self.config.num_tokens:
+            raise ValueError(
+                f"the block got {given} tokens of dim {candidate_BND.shape[2]}; its config has num_tokens="
+                f"{self.config.num_tokens}, those of the request and the candidate together"
+            )
+        if request is not None and request.num_candidates != candidate_BND.shape[0]:
+            raise ValueError(
+                f"candidate_to_request has {request.num_candidates} candidates, the candidate tokens have "
+                f"{candidate_BND.shape[0]} rows; give one index a row"
+            )
 
 
 class WukongTurboStack(nn.Module):
