@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -232,7 +232,7 @@ class WukongTurboStack(nn.Module):
         super().__init__()
         if num_layers < 1:
             raise ValueError(f"num_layers={num_layers} must be 1 or more")
-        later = WukongTurboBlockConfig(**{**vars(config), "num_tokens": config.num_output_tokens})
+        later = replace(config, num_tokens=config.num_output_tokens)
         self.blocks = nn.ModuleList([WukongTurboBlock(config)])
         self.blocks.extend(WukongTurboBlock(later) for _ in range(num_layers - 1))
 

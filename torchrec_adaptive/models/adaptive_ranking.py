@@ -5,7 +5,9 @@ Shape letters: R requests, B candidates, N tokens of a side, D token dim, T task
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -35,7 +37,7 @@ class AdaptiveRankingConfig:
         bias: bias terms in the blocks; False is Turbo.
 
     Raises:
-        ValueError: dropout outside [0, 1).
+        ValueError: a size below 1, heads that do not divide the token dim, or dropout outside [0, 1).
     """
 
     token_dim: int = 32
@@ -52,6 +54,17 @@ class AdaptiveRankingConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mlp_widths", tuple(self.mlp_widths))
         object.__setattr__(self, "head_widths", tuple(self.head_widths))
+        for name in ("token_dim", "num_layers", "num_fmb_tokens", "num_lcb_tokens", "rank", "num_history_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        for name in ("mlp_widths", "head_widths"):
+            if any(width < 1 for width in getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must all be 1 or more")
+        if self.token_dim % self.num_history_heads:
+            raise ValueError(
+                f"num_history_heads={self.num_history_heads} must divide token_dim={self.token_dim}; use "
+                f"{math.gcd(self.num_history_heads, self.token_dim)}"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
 
@@ -82,7 +95,7 @@ class AdaptiveRankingModel(nn.Module):
     Args:
         schema: of the inputs and tasks.
         config: sizes.
-        device: of the weights.
+        device: of the tables; `build_model` puts the rest there too.
 
     Raises:
         ValueError: the schema has no candidate-side feature.
@@ -198,4 +211,5 @@ def build_model(
     """
     if not isinstance(config, AdaptiveRankingConfig):
         config = AdaptiveRankingConfig.from_dict(config)
-    return AdaptiveRankingModel(schema, config, device)
+    with nullcontext() if device is None else device:
+        return AdaptiveRankingModel(schema, config, device)
