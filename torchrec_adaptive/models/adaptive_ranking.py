@@ -33,6 +33,7 @@ class AdaptiveRankingConfig:
         mlp_widths: hidden widths behind the factorization machine.
         head_widths: hidden widths of the head.
         num_history_heads: heads of the attention over the history.
+        recency: whether the attention over the history knows how old an event is.
         dropout: of the embeddings and of the head's input, in training.
         bias: bias terms in the blocks; False is Turbo.
 
@@ -48,6 +49,7 @@ class AdaptiveRankingConfig:
     mlp_widths: tuple[int, ...] = (128,)
     head_widths: tuple[int, ...] = (64,)
     num_history_heads: int = 2
+    recency: bool = False
     dropout: float = 0.0
     bias: bool = False
 
@@ -119,7 +121,9 @@ class AdaptiveRankingModel(nn.Module):
             event_dim = sum(f.embedding_dim for f in schema.sequences)
             query_dim = num_candidate * config.token_dim
             self.history_mean = HistoryMean(event_dim, config.token_dim)
-            self.history_attention = HistoryAttention(event_dim, query_dim, config.token_dim, config.num_history_heads)
+            self.history_attention = HistoryAttention(
+                event_dim, query_dim, config.token_dim, config.num_history_heads, config.recency
+            )
             num_request, num_candidate = num_request + 1, num_candidate + 1
         block = WukongTurboBlockConfig(
             embedding_dim=config.token_dim,

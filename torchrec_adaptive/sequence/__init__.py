@@ -1,5 +1,5 @@
 """Histories of users: encoded once a request, read by every candidate."""
 
-from torchrec_adaptive.sequence.history_attention import HistoryAttention, HistoryMean
+from torchrec_adaptive.sequence.history_attention import HistoryAttention, HistoryMean, event_ages
 
-__all__ = ["HistoryAttention", "HistoryMean"]
+__all__ = ["HistoryAttention", "HistoryMean", "event_ages"]

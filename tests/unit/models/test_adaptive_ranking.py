@@ -22,7 +22,9 @@ SCHEMA = FeatureSchema(
     ),
     tasks=("click", "buy"),
 )
-CONFIG = AdaptiveRankingConfig(token_dim=16, num_layers=2, num_fmb_tokens=4, num_lcb_tokens=3, rank=4, mlp_widths=(32,))
+CONFIG = AdaptiveRankingConfig(
+    token_dim=16, num_layers=2, num_fmb_tokens=4, num_lcb_tokens=3, rank=4, mlp_widths=(32,), recency=True
+)
 # candidates and events of each request
 SHAPES = [
     ([3], [2]),
