@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,8 @@ def serve(options: argparse.Namespace) -> None:
             f"serving {options.model} version {engine.live.version} on http://{options.host}:{port}",
             flush=True,
         )
+        # uvicorn ends gracefully on SIGTERM, then raises the signal once more: by then there is nothing left to end.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         try:
             uvicorn.Server(config).run(sockets=[listener])
         finally:

@@ -1,0 +1,77 @@
+"""A rank whose part of a step holds no candidates, or no requests, takes part in it all the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from torchrec_adaptive.distributed import SparseOptimizerConfig, full_state_dict, shard_model
+from torchrec_adaptive.models import AdaptiveRankingConfig, RankingTask, build_model
+from torchrec_adaptive.request import (
+    Feature,
+    FeatureSchema,
+    RequestBatch,
+    RequestFeatures,
+    batch_from_rows,
+    expand_kjt,
+)
+from torchrec_adaptive.testing.gloo import run_ranks
+
+SCHEMA = FeatureSchema(
+    (
+        Feature.bag("user", "request", 16, 8),
+        Feature.bag("item", "candidate", 12, 8, table="film"),
+        Feature.sequence("seen", 12, 8, table="film"),
+        Feature.dense("price", "candidate"),
+    )
+)
+
+
+def batch_of(kind: str) -> RequestBatch:
+    rows = [
+        {"request_id": r, "user": r, "seen": [r] * (2 * r), "item": r + 3, "price": 0.5 * i, "labels": {"label": i}}
+        for r in range(3)
+        for i in range(2)
+    ]
+    batch = batch_from_rows(SCHEMA, rows)
+    if kind == "full":
+        return batch
+    none = torch.empty(0, dtype=torch.int32)
+    requests = none if kind == "no requests" else torch.arange(3)
+    return RequestBatch(
+        RequestFeatures(
+            expand_kjt(batch.features.request, requests),
+            expand_kjt(batch.features.candidate, none),
+            expand_kjt(batch.features.history, requests),
+            none,
+        ),
+        torch.empty(len(requests), 0),
+        torch.empty(0, 1),
+        torch.empty(0, 1),
+        torch.empty(0),
+    )
+
+
+def train(rank: int, world_size: int, kind: str) -> dict[str, np.ndarray]:
+    torch.manual_seed(0)
+    task = RankingTask(build_model(SCHEMA, AdaptiveRankingConfig(token_dim=8, num_layers=2, recency=True)))
+    sharded = shard_model(task, optimizer=SparseOptimizerConfig(learning_rate=0.1))
+    dense = [p for n, p in sharded.named_parameters() if "embedding_bags" not in n]
+    optimizer = torch.optim.SGD(dense, lr=0.1 * world_size)  # gradients are the mean over the ranks
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss, _ = sharded(batch_of("full" if rank == 0 else kind))
+        loss.backward()
+        optimizer.step()
+    return {name: value.numpy() for name, value in full_state_dict(sharded).items() if "embedding_bags" not in name}
+
+
+@pytest.mark.parametrize("kind", ["no candidates", "no requests"])
+def test_an_idle_rank_changes_nothing(kind: str) -> None:
+    (alone,) = run_ranks(train, 1, kind)
+    first, second = run_ranks(train, 2, kind)
+    assert set(alone) == set(first) == set(second)
+    for name, wanted in alone.items():
+        np.testing.assert_allclose(first[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
