@@ -236,12 +236,13 @@ class ShardedRequestBroadcastEBC(ShardedEmbeddingBagCollection):
         features = ctx.request_features
         assert features is not None
         rows_of = [rows for sharding in ctx.sharding_contexts for rows in sharding.batch_size_per_feature_pre_a2a]
-        sizes = [rows * dim for rows, dim in zip(rows_of, self._uncombined_embedding_dims, strict=True)]
+        shapes = list(zip(rows_of, self._uncombined_embedding_dims, strict=True))
         flat = torch.cat([output.flatten() for output in outputs]) if outputs else torch.empty(0)
         pieces: dict[str, list[tuple[int, Tensor]]] = {}
-        described = zip(self._uncombined_embedding_names, self._column_starts, rows_of, flat.split(sizes), strict=True)
-        for name, start, rows, piece in described:
-            pieces.setdefault(name, []).append((start, piece.view(rows, -1)))
+        flat_pieces = flat.split([rows * dim for rows, dim in shapes])
+        described = zip(self._uncombined_embedding_names, self._column_starts, shapes, flat_pieces, strict=True)
+        for name, start, shape, piece in described:
+            pieces.setdefault(name, []).append((start, piece.view(shape)))
         found = {
             name: torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])], dim=1)
             for name, parts in pieces.items()
