@@ -1,11 +1,12 @@
-"""A rank whose part of a step holds no candidates, or no requests, takes part in it all the same."""
+"""The ranking model under TorchRec: in its pipelines, and on a rank whose part of a step is empty."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
-from torchrec_adaptive.distributed import SparseOptimizerConfig, full_state_dict, shard_model
+from torchrec_adaptive.distributed import SparseOptimizerConfig, full_state_dict, process_group, shard_model
 from torchrec_adaptive.models import AdaptiveRankingConfig, RankingTask, build_model
 from torchrec_adaptive.request import (
     Feature,
@@ -25,6 +26,30 @@ SCHEMA = FeatureSchema(
         Feature.dense("price", "candidate"),
     )
 )
+
+
+def losses_of(pipeline_class: type, batches: list[RequestBatch]) -> list[float]:
+    """Through one of TorchRec's pipelines, in one process."""
+    torch.manual_seed(0)
+    model = RankingTask(build_model(SCHEMA, AdaptiveRankingConfig(token_dim=8)))
+    with process_group():
+        sharded = shard_model(model, optimizer=SparseOptimizerConfig(learning_rate=0.1))
+        dense = [p for n, p in sharded.named_parameters() if "embedding_bags" not in n]
+        pipeline = pipeline_class(sharded, torch.optim.SGD(dense, lr=0.1), torch.device("cpu"))
+        stream = iter(batches)
+        losses = [float(pipeline.progress(stream)[0]) for _ in batches]
+        if pipeline_class is TrainPipelineSparseDist:
+            assert [type(module).__name__ for module in pipeline._pipelined_modules] == ["ShardedRequestBroadcastEBC"]
+    return losses
+
+
+def test_torchrecs_pipelines_carry_the_model() -> None:
+    """The sparse one traces the model and sends the next batch's ids while this one computes."""
+    batches = [batch_of("full"), batch_of("no candidates"), batch_of("full"), batch_of("full")]
+    plain, sparse = (losses_of(kind, batches) for kind in (TrainPipelineBase, TrainPipelineSparseDist))
+    np.testing.assert_allclose(plain, sparse, rtol=1e-6)
+    assert plain[3] < plain[2] < plain[0]
+    assert plain[1] == 0.0
 
 
 def batch_of(kind: str) -> RequestBatch:

@@ -125,6 +125,7 @@ class AdaptiveRankingModel(nn.Module):
                 event_dim, query_dim, config.token_dim, config.num_history_heads, config.recency
             )
             num_request, num_candidate = num_request + 1, num_candidate + 1
+        self.has_request_tokens = num_request > 0
         block = WukongTurboBlockConfig(
             embedding_dim=config.token_dim,
             num_tokens=num_request + num_candidate,
@@ -159,7 +160,7 @@ class AdaptiveRankingModel(nn.Module):
             attended_BD = self.history_attention(candidate_BND.flatten(1), columns, index)
             candidate_BND = torch.cat([candidate_BND, attended_BD.unsqueeze(1)], dim=1)
             request_RND = torch.cat([request_RND, self.history_mean(columns).unsqueeze(1)], dim=1)
-        request = Broadcast(self.dropout(request_RND), index) if request_RND.shape[1] else None
+        request = Broadcast(self.dropout(request_RND), index) if self.has_request_tokens else None
         mixed_BND = self.interaction(self.dropout(candidate_BND), request)
         return self.logits(self.head_activation(self.head(self.dropout(mixed_BND.flatten(1)))))
 
