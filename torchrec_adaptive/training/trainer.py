@@ -117,9 +117,14 @@ class Trainer:
         self.show_progress = show_progress and self.rank == 0
         self.checkpoints = None if checkpoint_folder is None else CheckpointFolder(Path(checkpoint_folder))
         if self.checkpoints is not None:
-            self.dense_optimizer.init_state()
-            self.progress = self.checkpoints.load_newest(self._state()) or self.progress
+            self._resume(self.checkpoints)
         self._writer = _tensorboard_writer(tensorboard_folder) if self.rank == 0 else None
+
+    def _resume(self, checkpoints: CheckpointFolder) -> None:
+        if checkpoints.newest() is None:
+            return
+        self.dense_optimizer.init_state()  # tensors to load into; it counts as a step, which loading overwrites
+        self.progress = checkpoints.load_newest(self._state()) or self.progress
 
     def _adam(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         config = self.config
