@@ -36,6 +36,8 @@ class AdaptiveRankingConfig:
         recency: whether the attention over the history knows how old an event is.
         dropout: of the embeddings and of the head's input, in training.
         bias: bias terms in the blocks; False is Turbo.
+        table_init_std: of every table's weights. TorchRec's own default falls with the number of rows, so that large
+            tables would begin too small for the norms behind them to see.
 
     Raises:
         ValueError: a size below 1, heads that do not divide the token dim, or dropout outside [0, 1).
@@ -52,6 +54,7 @@ class AdaptiveRankingConfig:
     recency: bool = False
     dropout: float = 0.0
     bias: bool = False
+    table_init_std: float = 0.05
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mlp_widths", tuple(self.mlp_widths))
@@ -69,6 +72,8 @@ class AdaptiveRankingConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+        if not self.table_init_std > 0.0:
+            raise ValueError(f"table_init_std={self.table_init_std} must be above 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold; `from_dict` is the inverse."""
@@ -113,6 +118,8 @@ class AdaptiveRankingModel(nn.Module):
             )
         self.schema, self.config = schema, config
         self.embeddings = RequestBroadcastEBC.from_schema(schema, device=device)
+        for table in self.embeddings.parameters():
+            nn.init.normal_(table, std=config.table_init_std)
         self.request_tokens = TokenProjection(schema.request_bags, schema.request_dense_width, config.token_dim)
         self.candidate_tokens = TokenProjection(schema.candidate_bags, schema.candidate_dense_width, config.token_dim)
         num_request, num_candidate = self.request_tokens.num_tokens, self.candidate_tokens.num_tokens

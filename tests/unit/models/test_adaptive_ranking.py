@@ -214,6 +214,12 @@ def test_seeded_and_deterministic() -> None:
     assert not torch.equal(one(batch), one(batch))
 
 
+def test_tables_begin_alike_whatever_their_rows() -> None:
+    schema = FeatureSchema((Feature.bag("wide", "candidate", 50_000, 8), Feature.bag("narrow", "candidate", 100, 8)))
+    stds = [float(table.detach().std()) for table in made(schema=schema).embeddings.parameters()]
+    assert stds == pytest.approx([0.05, 0.05], rel=0.1)
+
+
 def test_dropout_of_a_shared_token_is_the_requests() -> None:
     """In training, too, a request's candidates share its tokens: what is dropped is dropped for all of them."""
     model = made(dataclasses.replace(CONFIG, dropout=0.5)).train()
@@ -235,6 +241,7 @@ def test_bias_terms(bias: bool) -> None:
     [
         (lambda: AdaptiveRankingConfig.from_dict({"token_dmi": 3}), "did you mean 'token_dim'"),
         (lambda: AdaptiveRankingConfig(dropout=1.0), "dropout=1.0"),
+        (lambda: AdaptiveRankingConfig(table_init_std=0.0), "table_init_std=0.0 must be above 0"),
         (lambda: AdaptiveRankingConfig(token_dim=0), "token_dim=0 must be 1 or more"),
         (lambda: AdaptiveRankingConfig(num_layers=0), "num_layers=0"),
         (lambda: AdaptiveRankingConfig(head_widths=(0,)), r"head_widths=\(0,\)"),
