@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor, nn
 from torch import distributed as dist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -51,12 +52,14 @@ class SparseOptimizerConfig:
 
     def fused_params(self) -> dict[str, Any]:
         """As TorchRec's sharders take them."""
-        return {
+        fused: dict[str, Any] = {
             "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             "learning_rate": self.learning_rate,
             "eps": self.eps,
-            "weight_decay": self.weight_decay,
         }
+        if self.weight_decay:  # without a mode, fbgemm ignores the weight decay in silence
+            fused |= {"weight_decay": self.weight_decay, "weight_decay_mode": WeightDecayMode.L2}
+        return fused
 
 
 def sharders(optimizer: SparseOptimizerConfig | None = None) -> list[ModuleSharder[nn.Module]]:
