@@ -57,9 +57,8 @@ def test_importing_the_package_is_lean() -> None:
 def test_a_serving_process_loads_no_trainer() -> None:
     code = "import sys, torchrec_adaptive.serving.server; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not [
-        m for m in loaded if m.startswith(("torchrec_adaptive.training", "torchrec.distributed.train", "torchx"))
-    ]
+    # torchrec itself loads its train pipelines at import; what is ours to keep out is the trainer and the launcher
+    assert not [m for m in loaded if m.startswith(("torchrec_adaptive.training", "torchx", "tensorboard"))]
 
 
 def test_public_names_are_importable_from_the_top() -> None:
