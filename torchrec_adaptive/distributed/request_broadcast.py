@@ -30,6 +30,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torchrec_adaptive.distributed.host_lookup import HostLookup
 from torchrec_adaptive.distributed.uneven_reduce_scatter import UnevenRowWiseDist
 from torchrec_adaptive.embeddings import BroadcastKeyedTensor, RequestBroadcastEBC, check_features
 from torchrec_adaptive.request import RequestFeatures, empty_kjt
@@ -106,6 +107,8 @@ class ShardedRequestBroadcastEBC(ShardedEmbeddingBagCollection):
                 UnevenRowWiseDist(output) if isinstance(output, RwPooledEmbeddingDist) else output
                 for output in self._output_dists
             ]
+        on_host = device is None or device.type == "cpu"
+        self._host_lookups = [HostLookup(lookup) for lookup in self._lookups] if on_host else []
         self.all_configs = configs
         self.request_features = module.request_features
         self.sequence_features = module.sequence_features
@@ -207,6 +210,10 @@ class ShardedRequestBroadcastEBC(ShardedEmbeddingBagCollection):
             if name in side.keys():  # noqa: SIM118  (a KeyedJaggedTensor is no mapping)
                 return side
         return None
+
+    def compute(self, ctx: RequestBroadcastContext, dist_input: KJTList) -> list[Tensor]:  # pyrefly: ignore[bad-override]
+        """Look up what this rank's tables were asked for."""
+        return [look_up(features) for look_up, features in zip(self._host_lookups or self._lookups, dist_input)]
 
     def output_dist(  # pyrefly: ignore[bad-override]
         self, ctx: RequestBroadcastContext, output: list[Tensor]

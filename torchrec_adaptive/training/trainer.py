@@ -189,6 +189,7 @@ class Trainer:
         warmup = min(1.0, (progress.step + 1) / config.num_warmup_steps) if config.num_warmup_steps else 1.0
         _set_learning_rate(self.dense_optimizer, config.dense_learning_rate * learning_rate_fraction * warmup)
         _set_learning_rate(self.sparse_optimizer, config.sparse.learning_rate * learning_rate_fraction)
+        self.sparse_optimizer.zero_grad()  # hands the learning rate to the kernels
         self.sharded.train()
         self.dense_optimizer.zero_grad()
         loss, (_, logits, labels, weights) = self.sharded(batch)
