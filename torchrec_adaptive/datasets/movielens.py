@@ -24,7 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_adaptive.request import Feature, FeatureSchema, RequestBatch, RequestFeatures
 
 Ints = NDArray[np.int64]
-POSITIVE_RATING = 4
+# Task to the least rating that counts as positive there; the first is the one that public figures are of.
+THRESHOLDS = {"liked": 4, "rated_2": 2, "rated_3": 3, "rated_5": 5}
+TASKS = tuple(THRESHOLDS)
 NUM_YEARS, FIRST_YEAR, YEARS_A_BUCKET = 20, 1920, 4
 
 
@@ -53,7 +55,8 @@ def movielens_schema(embedding_dim: int = 16) -> FeatureSchema:
         embedding_dim: of every table.
 
     Returns:
-        A schema with the task "liked".
+        A schema with the task "liked" (a rating of 4 or more) and one for each other threshold of the rating: the
+        order of the ratings is more to learn from than one cut through it, and "liked" is what is ranked by.
     """
     dim = embedding_dim
     return FeatureSchema(
@@ -69,7 +72,7 @@ def movielens_schema(embedding_dim: int = 16) -> FeatureSchema:
             Feature.sequence("seen_item", 1683, dim, table="item"),
             Feature.sequence("seen_rating", 6, dim),
         ),
-        tasks=("liked",),
+        tasks=TASKS,
     )
 
 
@@ -141,12 +144,12 @@ class MovieLens:
             num_requests,
         )
         index = np.repeat(np.arange(num_requests, dtype=np.int32), candidate_counts)
-        labels = (self.rating[candidates] >= POSITIVE_RATING).astype(np.float32)
+        labels = self.rating[candidates][:, None] >= np.array(list(THRESHOLDS.values()))
         return RequestBatch(
             RequestFeatures(request, candidate, history, torch.from_numpy(index)),
             torch.empty(num_requests, 0),
             torch.empty(num_candidates, 0),
-            torch.from_numpy(labels).unsqueeze(1),
+            torch.from_numpy(labels.astype(np.float32)),
             torch.ones(num_candidates),
         )
 

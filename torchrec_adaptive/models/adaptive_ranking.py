@@ -158,8 +158,19 @@ class AdaptiveRankingModel(nn.Module):
         Returns:
             (B, T) logits, float32.
         """
+        return self.score(self.embeddings(batch.features), batch)
+
+    def score(self, looked_up: BroadcastKeyedTensor, batch: RequestBatch) -> Tensor:
+        """Score from embeddings that are looked up already.
+
+        Args:
+            looked_up: what `embeddings` gave for the batch's features.
+            batch: as the schema has it.
+
+        Returns:
+            (B, T) logits, float32.
+        """
         index = batch.candidate_to_request
-        looked_up = self.embeddings(batch.features)
         request_RND = self.request_tokens(self._request_rows(looked_up), batch.request_dense)
         candidate_BND = self.candidate_tokens(self._candidate_rows(looked_up), batch.candidate_dense)
         if self.history_attention is not None and self.history_mean is not None:

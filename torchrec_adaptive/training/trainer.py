@@ -51,10 +51,11 @@ class TrainerConfig:
         final_learning_rate_fraction: what both learning rates fall to, linearly, at the end; 1 keeps them.
         max_gradient_norm: global norm that the dense gradients are clipped to; 0 for no clipping.
         sparse: optimizer of the tables.
+        embedding_l2: weight of the squared length of the embeddings of each candidate, added to its loss.
         num_checkpoint_steps: steps between checkpoints; 0 for one an epoch, where a folder is given.
         num_checkpoints_kept: the newest ones.
         num_metric_steps: steps between two rows of the progress bar and of TensorBoard.
-        patience_epochs: epochs without a better validation AUC after which training stops; 0 for never.
+        patience_epochs: epochs without a better validation AUC (first task's) after which training stops; 0: never.
         seed: of dropout.
     """
 
@@ -65,6 +66,7 @@ class TrainerConfig:
     final_learning_rate_fraction: float = 1.0
     max_gradient_norm: float = 1.0
     sparse: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    embedding_l2: float = 0.0
     num_checkpoint_steps: int = 0
     num_checkpoints_kept: int = 2
     num_metric_steps: int = 20
@@ -107,7 +109,7 @@ class Trainer:
         show_progress: bool = True,
     ) -> None:
         self.config, self.tasks, self.on_step = config, tasks, on_step
-        self.sharded = shard_model(RankingTask(model), optimizer=config.sparse)
+        self.sharded = shard_model(RankingTask(model, config.embedding_l2), optimizer=config.sparse)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         dense = {n: p for n, p in self.sharded.named_parameters() if "embedding_bags." not in n}
         self.dense_parameters = list(dense.values())
@@ -147,16 +149,26 @@ class Trainer:
         """
         history: list[dict[str, float]] = []
         config = self.config
-        num_steps = sum(source.num_steps(epoch) for epoch in range(config.num_epochs))
+        num_steps = self._num_steps(source)
         while self.progress.epoch < config.num_epochs and not self._out_of_patience():
             self._train_epoch(source, num_steps)
-            self.progress.epoch, self.progress.step_in_epoch = self.progress.epoch + 1, 0
             if validation is not None:
                 history.append(evaluate(self.model, validation, self.tasks))
                 self._judge(history[-1])
             if self.checkpoints is not None:
                 self.save()
         return history
+
+    def fit_epoch(self, source: BatchSource) -> None:
+        """Train to the end of the epoch that is under way, for loops that decide between epochs.
+
+        Args:
+            source: of the training batches.
+        """
+        self._train_epoch(source, self._num_steps(source))
+
+    def _num_steps(self, source: BatchSource) -> int:
+        return sum(source.num_steps(epoch) for epoch in range(self.config.num_epochs))
 
     def _train_epoch(self, source: BatchSource, num_steps: int) -> None:
         progress, metrics = self.progress, StreamingMetrics(self.tasks)
@@ -170,6 +182,7 @@ class Trainer:
                 self.save()
             if progress.step % self.config.num_metric_steps == 0:
                 self._report(metrics)
+        progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
 
     def train_step(
         self, batch: RequestBatch, learning_rate_fraction: float = 1.0, metrics: StreamingMetrics | None = None
@@ -245,8 +258,9 @@ class Trainer:
 
     def _judge(self, row: dict[str, float]) -> None:
         progress = self.progress
-        if row["auc"] > progress.best_auc:
-            progress.best_auc, progress.best_epoch = row["auc"], progress.epoch
+        auc = row["auc"] if len(self.tasks) == 1 else row[f"{self.tasks[0]}/auc"]
+        if auc > progress.best_auc:
+            progress.best_auc, progress.best_epoch = auc, progress.epoch
         if self.show_progress:
             tqdm.write(f"epoch {progress.epoch}: " + "  ".join(f"{k} {v:.4f}" for k, v in row.items()))
         self._write("validation", row)

@@ -85,6 +85,7 @@ SLOW_RUN = """
 import sys
 from pathlib import Path
 import torch
+torch.set_num_threads(1)
 from torchrec_adaptive.distributed import process_group
 from tests.unit.training.test_resume import Source, make_trainer
 with process_group():
