@@ -58,7 +58,7 @@ def train_and_test(data: MovieLens, schema: FeatureSchema, seed: int, num_epochs
         dense_weight_decay=0.05,
         num_warmup_steps=200,
         final_learning_rate_fraction=0.05,
-        embedding_l2=0.3,
+        table_decay=0.003,
         num_metric_steps=10_000,
         seed=seed,
     )

@@ -36,7 +36,8 @@ def trainer_config(num_epochs: int, num_checkpoint_steps: int = 0) -> TrainerCon
         dense_weight_decay=0.05,
         num_warmup_steps=100,
         final_learning_rate_fraction=0.2,
-        sparse=SparseOptimizerConfig(learning_rate=0.05, weight_decay=0.02),
+        sparse=SparseOptimizerConfig(learning_rate=0.05),
+        embedding_l2=0.1,
         num_checkpoint_steps=num_checkpoint_steps,
     )
 

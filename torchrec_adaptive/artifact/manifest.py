@@ -97,8 +97,8 @@ class Manifest:
         if set(raw) != wanted:
             raise ArtifactError(f"{MANIFEST_NAME} has the fields {sorted(raw)}; it must have {sorted(wanted)}")
         _check_types(raw)
-        files = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
-        return cls(**{**raw, "files": files})
+        raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
+        return cls(**raw)
 
 
 def _check_types(raw: dict[str, Any]) -> None:

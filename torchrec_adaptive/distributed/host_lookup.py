@@ -61,6 +61,7 @@ class HostLookup:
         self._dummy = torch.zeros(1, requires_grad=True)  # what makes autograd call the backward
         for module in lookup._emb_modules:
             kernel = module.emb_module
+            assert isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
             if kernel.optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
                 raise ValueError(f"the tables' optimizer is {kernel.optimizer}; on a CPU use row-wise Adagrad")
             self.features += [_Feature(kernel, table) for table in kernel.feature_table_map]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 
 @contextmanager
-def process_group(timeout_s: float = 300.0) -> Iterator[dist.ProcessGroup]:
+def process_group(timeout_s: float = 300.0) -> Generator[dist.ProcessGroup]:
     """A process group for the length of a `with` block.
 
     Under a launcher (torchrun, TorchX: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) it has all the ranks;

@@ -108,7 +108,7 @@ class ShardedRequestBroadcastEBC(ShardedEmbeddingBagCollection):
                 for output in self._output_dists
             ]
         on_host = device is None or device.type == "cpu"
-        self._host_lookups = [HostLookup(lookup) for lookup in self._lookups] if on_host else []
+        self._host_lookups = [HostLookup(lookup) for lookup in self._lookups] if on_host else []  # pyrefly: ignore[bad-argument-type]
         self.all_configs = configs
         self.request_features = module.request_features
         self.sequence_features = module.sequence_features
@@ -134,7 +134,7 @@ class ShardedRequestBroadcastEBC(ShardedEmbeddingBagCollection):
                     include_last_offset=True,
                 )
                 with torch.no_grad():
-                    bag.weight.copy_(module.embedding_bags[config.name].weight)
+                    bag.weight.copy_(module.embedding_bags[config.name].weight)  # pyrefly: ignore[bad-argument-type]
                 self.embedding_bags[config.name] = bag
         self._column_starts = self._shard_column_starts()
 
@@ -242,7 +242,8 @@ class ShardedRequestBroadcastEBC(ShardedEmbeddingBagCollection):
         """
         features = ctx.request_features
         assert features is not None
-        rows_of = [rows for sharding in ctx.sharding_contexts for rows in sharding.batch_size_per_feature_pre_a2a]
+        contexts = [sharding for sharding in ctx.sharding_contexts if sharding is not None]
+        rows_of = [rows for sharding in contexts for rows in sharding.batch_size_per_feature_pre_a2a]
         shapes = list(zip(rows_of, self._uncombined_embedding_dims, strict=True))
         flat = torch.cat([output.flatten() for output in outputs]) if outputs else torch.empty(0)
         pieces: dict[str, list[tuple[int, Tensor]]] = {}
@@ -292,7 +293,7 @@ class ShardedRequestBroadcastEBC(ShardedEmbeddingBagCollection):
 class RequestBroadcastEBCSharder(BaseEmbeddingSharder[RequestBroadcastEBC]):
     """Shards RequestBroadcastEBC, row-wise on a CPU too, which TorchRec's own sharder does not offer there."""
 
-    def shard(
+    def shard(  # pyrefly: ignore[bad-override]
         self,
         module: RequestBroadcastEBC,
         params: dict[str, ParameterSharding],

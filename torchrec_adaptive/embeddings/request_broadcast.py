@@ -143,7 +143,9 @@ class RequestBroadcastEBC(EmbeddingBagCollection):
             for name in names:
                 if name in self.sequence_features:
                     events = features.history[name]
-                    rows = torch.nn.functional.embedding(events.values(), bag.weight).float()
+                    weight = bag.weight
+                    assert isinstance(weight, Tensor)
+                    rows = nn.functional.embedding(events.values(), weight).float()
                     sequences[name] = JaggedTensor(rows, lengths=events.lengths())
                     continue
                 side, out = (

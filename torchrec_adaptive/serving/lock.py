@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
@@ -17,7 +17,7 @@ class ReadersWriterLock:
         self._writers_waiting = 0
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> Generator[None]:
         """Hold a reader's share."""
         with self._condition:
             while self._writing or self._writers_waiting:
@@ -32,7 +32,7 @@ class ReadersWriterLock:
                     self._condition.notify_all()
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> Generator[None]:
         """Hold it alone."""
         with self._condition:
             self._writers_waiting += 1

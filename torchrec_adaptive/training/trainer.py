@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from tqdm import tqdm
 
@@ -51,6 +52,8 @@ class TrainerConfig:
         final_learning_rate_fraction: what both learning rates fall to, linearly, at the end; 1 keeps them.
         max_gradient_norm: global norm that the dense gradients are clipped to; 0 for no clipping.
         sparse: optimizer of the tables.
+        table_decay: what every row of every table loses of itself a step, at the full learning rate. It touches all
+            rows, which a delta of touched rows would not carry: for training before the first snapshot only.
         embedding_l2: weight of the squared length of the embeddings of each candidate, added to its loss.
         num_checkpoint_steps: steps between checkpoints; 0 for one an epoch, where a folder is given.
         num_checkpoints_kept: the newest ones.
@@ -66,6 +69,7 @@ class TrainerConfig:
     final_learning_rate_fraction: float = 1.0
     max_gradient_norm: float = 1.0
     sparse: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    table_decay: float = 0.0
     embedding_l2: float = 0.0
     num_checkpoint_steps: int = 0
     num_checkpoints_kept: int = 2
@@ -113,7 +117,7 @@ class Trainer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         dense = {n: p for n, p in self.sharded.named_parameters() if "embedding_bags." not in n}
         self.dense_parameters = list(dense.values())
-        self.dense_optimizer = KeyedOptimizerWrapper(dense, self._adam)
+        self.dense_optimizer = KeyedOptimizerWrapper(dense, self._adam)  # pyrefly: ignore[bad-argument-type]
         self.sparse_optimizer = self.sharded.fused_optimizer
         self.progress = Progress()
         self.show_progress = show_progress and self.rank == 0
@@ -211,6 +215,8 @@ class Trainer:
         if config.max_gradient_norm:
             nn.utils.clip_grad_norm_(self.dense_parameters, config.max_gradient_norm)
         self.dense_optimizer.step()
+        if config.table_decay:
+            self._decay_tables(config.table_decay * learning_rate_fraction)
         progress.step += 1
         progress.num_examples += int(total[2])
         if metrics is not None:
@@ -218,6 +224,13 @@ class Trainer:
         if self.on_step is not None:
             self.on_step(progress.step, batch)
         return float(total[0] / total[1])
+
+    @torch.no_grad()
+    def _decay_tables(self, fraction: float) -> None:
+        for table in self.sharded.state_dict().values():
+            if isinstance(table, ShardedTensor):
+                for shard in table.local_shards():
+                    shard.tensor.mul_(1.0 - fraction)
 
     def _share_of_loss(self, loss: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's share, scaled so that the average over ranks is the mean over all candidates."""
