@@ -61,7 +61,7 @@ class DemoRecipe:
     """
 
     output: Path
-    num_epochs: int = 3
+    num_epochs: int = 2
     past_fraction: float = 0.5
     num_slices: int = 24
     max_slices: int = 0

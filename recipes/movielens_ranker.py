@@ -45,7 +45,13 @@ def trainer_config(num_epochs: int, num_checkpoint_steps: int = 0) -> TrainerCon
 def online_trainer_config() -> TrainerConfig:
     """For one pass along the present: a steady rate, no warm-up."""
     past = trainer_config(num_epochs=1)
-    return replace(past, dense_learning_rate=5e-4, num_warmup_steps=0, final_learning_rate_fraction=1.0)
+    return replace(
+        past,
+        dense_learning_rate=1e-4,
+        sparse=replace(past.sparse, learning_rate=0.02),
+        num_warmup_steps=0,
+        final_learning_rate_fraction=1.0,
+    )
 
 
 def past_and_present(past_fraction: float, data: MovieLens | None = None) -> tuple[Requests, Requests]:

@@ -1,7 +1,7 @@
 """Train the MovieLens ranker on the first part of the timeline.
 
-    torchx run -s local_cwd recipes/train_component.py:train --output build/recipe --num_epochs 3
-    .venv/bin/python -m recipes.train --output build/recipe --num-epochs 3          (the same, one process)
+    torchx run -s local_cwd recipes/train_component.py:train --output build/recipe --num_epochs 2
+    .venv/bin/python -m recipes.train --output build/recipe --num-epochs 2          (the same, one process)
 
 Hardware: 2 CPU cores, 2 GiB. Stop it at any time: the same command goes on from the newest checkpoint. TensorBoard
 scalars are in OUTPUT/tensorboard. What to expect, and when that was last checked: docs/recipes/train.md.
@@ -41,7 +41,7 @@ class TrainRecipe:
     """
 
     output: Path
-    num_epochs: int = 3
+    num_epochs: int = 2
     past_fraction: float = 0.5
     num_validation_requests: int = 2000
     requests_a_step: int = 256

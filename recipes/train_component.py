@@ -9,7 +9,7 @@ from torchx.components import dist
 
 def train(
     output: str,
-    num_epochs: int = 3,
+    num_epochs: int = 2,
     num_ranks: int = 1,
     max_requests: int = 0,
     num_checkpoint_steps: int = 100,
