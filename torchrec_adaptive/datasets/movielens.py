@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_adaptive.datasets.movielens_nearby import NUM_NEARBY, Floats, nearby_ratings
 from torchrec_adaptive.request import Feature, FeatureSchema, RequestBatch, RequestFeatures
 
 Ints = NDArray[np.int64]
@@ -48,11 +49,12 @@ def movielens_folder() -> Path:
     )
 
 
-def movielens_schema(embedding_dim: int = 16) -> FeatureSchema:
+def movielens_schema(embedding_dim: int = 16, nearby: bool = False) -> FeatureSchema:
     """Features of the user (request side), of the film (candidate side), and the user's rated films.
 
     Args:
         embedding_dim: of every table.
+        nearby: whether a candidate says how the user rated around its timestamp, as `nearby_ratings` has it.
 
     Returns:
         A schema with the task "liked" (a rating of 4 or more) and one for each other threshold of the rating: the
@@ -71,6 +73,7 @@ def movielens_schema(embedding_dim: int = 16) -> FeatureSchema:
             Feature.bag("release_year", "candidate", NUM_YEARS, dim),
             Feature.sequence("seen_item", 1683, dim, table="item"),
             Feature.sequence("seen_rating", 6, dim),
+            *((Feature.dense("nearby", "candidate", NUM_NEARBY),) if nearby else ()),
         ),
         tasks=TASKS,
     )
@@ -89,6 +92,8 @@ class MovieLens:
         item_features: name to (1683,) ids.
         genres: ids of all films side by side, film by film.
         genre_offsets: (1684,) where each film's genres begin.
+        usual_rating: (1683,) what may be known of how each film is rated; with it, batches say how the user rated
+            around each candidate.
     """
 
     user: Ints
@@ -99,6 +104,7 @@ class MovieLens:
     item_features: dict[str, Ints]
     genres: Ints
     genre_offsets: Ints
+    usual_rating: Floats | None = None
 
     @property
     def num_ratings(self) -> int:
@@ -144,11 +150,16 @@ class MovieLens:
             num_requests,
         )
         index = np.repeat(np.arange(num_requests, dtype=np.int32), candidate_counts)
+        nearby = torch.empty(num_candidates, 0)
+        if self.usual_rating is not None:
+            above = self.rating[histories] - self.usual_rating[self.item[histories]]
+            asked_s, event_s = self.timestamp_s[candidates], self.timestamp_s[histories]
+            nearby = torch.from_numpy(nearby_ratings(asked_s, candidate_counts, event_s, above, history_lengths))
         labels = self.rating[candidates][:, None] >= np.array(list(THRESHOLDS.values()))
         return RequestBatch(
             RequestFeatures(request, candidate, history, torch.from_numpy(index)),
             torch.empty(num_requests, 0),
-            torch.empty(num_candidates, 0),
+            nearby,
             torch.from_numpy(labels.astype(np.float32)),
             torch.ones(num_candidates),
         )

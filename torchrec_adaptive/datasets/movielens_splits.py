@@ -6,11 +6,12 @@ a resumed job sees what an unbroken one would have seen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from torchrec_adaptive.datasets.movielens import Ints, MovieLens, ranges
+from torchrec_adaptive.datasets.movielens_nearby import usual_ratings
 from torchrec_adaptive.request import RequestBatch
 
 
@@ -165,20 +166,24 @@ class ShuffledRequests(FixedRequests):
         return self.requests.take(np.array_split(chosen, world_size)[rank])
 
 
-def random_split(data: MovieLens, seed: int) -> tuple[Ints, Requests, Requests]:
+def random_split(data: MovieLens, seed: int, nearby: bool = False) -> tuple[Ints, Requests, Requests]:
     """RecBole's protocol: 8:1:1 at random over all ratings.
 
     Args:
         data: the ratings.
         seed: of the permutation.
+        nearby: whether batches say how the user rated around each candidate, by training ratings alone.
 
     Returns:
         Row numbers of the training ratings (for `RandomSplitTraining`); validation requests and test requests, one a
-        user, whose histories are all of the user's training ratings.
+        user, whose histories are all of the user's training ratings. With `nearby`, train on the `data` of those.
     """
     order = np.random.default_rng(seed).permutation(data.num_ratings)
     first, second = int(0.8 * data.num_ratings), int(0.9 * data.num_ratings)
     train, valid, test = order[:first], order[first:second], order[second:]
+    if nearby:
+        usual = usual_ratings(data.item[train], data.rating[train], data.item_features["release_year"].shape[0])
+        data = replace(data, usual_rating=usual)
     return train, _one_request_a_user(data, valid, train), _one_request_a_user(data, test, train)
 
 
