@@ -241,6 +241,7 @@ def _num_bytes(folder: Path) -> int:
 def main() -> None:
     """Command line."""
     warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)  # the batches are small: a second thread costs more than it brings
     parser = argparse.ArgumentParser(description="Train, publish, serve and update in place, on real ratings.")
     parser.add_argument("--output", type=Path, default=Path("build/demo"))
     parser.add_argument("--num-epochs", type=int, default=DemoRecipe.num_epochs)

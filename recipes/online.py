@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from recipes import movielens_ranker as ranker
 from recipes.publish import load_trainer, make_publisher
 from torchrec_adaptive.artifact import Manifest
@@ -110,6 +112,7 @@ def online(recipe: OnlineRecipe) -> int:
 def main() -> None:
     """Command line."""
     warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)  # the batches are small: a second thread costs more than it brings
     parser = argparse.ArgumentParser(description="Learn from the rest of the timeline and publish deltas.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--artifacts", required=True)

@@ -85,6 +85,7 @@ def train(recipe: TrainRecipe) -> dict[str, float]:
 def main() -> None:
     """Command line."""
     warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)  # the batches are small: a second thread costs more than it brings
     parser = argparse.ArgumentParser(description="Train the MovieLens ranker on the first part of the timeline.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--num-epochs", type=int, default=TrainRecipe.num_epochs)
