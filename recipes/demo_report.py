@@ -180,7 +180,9 @@ def _latency_plot(replay: Replay) -> Figure:
     counts = sorted(replay.latency_ms)
     axis.plot(counts, [replay.latency_ms[c][0] for c in counts], "o-", color=COLOURS["updated"], label="median")
     axis.plot(counts, [replay.latency_ms[c][1] for c in counts], "o:", color=COLOURS["stale"], label="95th percentile")
-    axis.set(xscale="log", yscale="log", xlabel="candidates of one request", ylabel="latency over HTTP (ms)")
+    axis.set(xscale="log", xlabel="candidates of one request", ylabel="latency over HTTP (ms)", ylim=(0, None))
+    axis.set_xticks(counts, [f"{count:,}" for count in counts])
+    axis.minorticks_off()
     axis.grid(alpha=0.3, which="both")
     axis.legend(frameon=False)
     return figure

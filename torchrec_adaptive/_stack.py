@@ -6,7 +6,7 @@ symbols. fbgemm-gpu and fbgemm-gpu-cpu own the same module folder, so that of bo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 SUPPORTED = {"torch": "2.13", "torchrec": "1.8", "fbgemm": "1.8"}
@@ -15,14 +15,17 @@ _GPU = "pip install 'torchrec-adaptive[gpu]'"
 DISTRIBUTIONS = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
-def installed_versions() -> dict[str, str]:
-    """Versions of the distributions of the stack that are installed.
+def installed_versions(names: Sequence[str] = DISTRIBUTIONS) -> dict[str, str]:
+    """Versions of the distributions that are installed.
+
+    Args:
+        names: of the distributions to look for, by default those of the stack.
 
     Returns:
         Distribution name to version; absent ones are left out.
     """
     found = {}
-    for name in DISTRIBUTIONS:
+    for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from typing import Any, Literal
+
+from torchrec_adaptive._stack import installed_versions
 
 Kind = Literal["snapshot", "delta"]
 FORMAT = 1
@@ -139,10 +140,4 @@ def package_versions() -> dict[str, str]:
     Returns:
         Distribution name to version; absent ones are left out.
     """
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return installed_versions(_PACKAGES)

@@ -81,11 +81,13 @@ class RandomSplitTraining:
         self.data, self.seed = data, seed
         self.num_folds, self.requests_a_step = num_folds, requests_a_step
         self.rows = rows[np.argsort(data.user[rows], kind="stable")]
+        _, ratings_a_user = np.unique(data.user[rows], return_counts=True)
+        self.num_requests = int(np.minimum(ratings_a_user, num_folds).sum())  # a hand without ratings asks nothing
         self._epoch: tuple[int, Requests, Ints] | None = None
 
     def num_steps(self, epoch: int) -> int:
         """Batches an epoch."""
-        return -(-self._requests(epoch)[0].num_requests // self.requests_a_step)
+        return -(-self.num_requests // self.requests_a_step)
 
     def batch(self, epoch: int, step: int, rank: int = 0, world_size: int = 1) -> RequestBatch:
         """This rank's part of a step's requests."""

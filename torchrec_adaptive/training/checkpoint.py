@@ -49,6 +49,7 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._step_on_disk = -1
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for torn in folder.glob(".writing-*"):
@@ -72,17 +73,21 @@ class CheckpointFolder:
             The checkpoint's folder.
         """
         final = self.folder / f"step-{progress.step:012d}"
+        if progress.step == self._step_on_disk:  # saved in the epoch's last step and at its end: only progress is new
+            if dist.get_rank() == 0:
+                _replace_text(final / "progress.json", json.dumps(asdict(progress)))
+            dist.barrier()
+            return final
         writing = self.folder / f".writing-{final.name}"
         dcp.save(state, storage_writer=dcp.FileSystemWriter(writing, thread_count=1))
         if dist.get_rank() == 0:
             (writing / "progress.json").write_text(json.dumps(asdict(progress)))
-            if final.exists():  # the same step, saved at the end of an epoch too
-                shutil.rmtree(final)
             writing.rename(final)
             whole = sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
             for old in whole[:-num_kept]:
                 shutil.rmtree(old)
         dist.barrier()
+        self._step_on_disk = progress.step
         return final
 
     def load_newest(self, state: dict[str, Any]) -> Progress | None:
@@ -108,4 +113,12 @@ class CheckpointFolder:
                 "checkpoint folder, or the config that wrote it"
             ) from error
         progress = Progress(**json.loads((newest / "progress.json").read_text()))
+        self._step_on_disk = progress.step
         return progress
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file anew; a reader sees the old text or the new."""
+    writing = path.with_name(f".writing-{path.name}")
+    writing.write_text(text)
+    writing.replace(path)

@@ -10,6 +10,7 @@ from torchrec_adaptive.datasets import (
     RandomSplitTraining,
     Requests,
     load_movielens,
+    movielens_folder,
     movielens_schema,
     random_split,
     slice_requests,
@@ -80,6 +81,7 @@ def test_a_training_rating_is_asked_for_once_and_never_in_its_own_history(data) 
     rows, _, _ = random_split(data, seed=0)
     source = RandomSplitTraining(data, rows, seed=0, num_folds=5)
     requests, _ = source._requests(3)
+    assert source.num_requests == requests.num_requests
     assert np.sort(requests.candidates).tolist() == np.sort(rows).tolist()
     assert set(requests.histories.tolist()) <= set(rows.tolist())
     for number in range(0, requests.num_requests, 97):
@@ -105,3 +107,28 @@ def test_slices_are_the_requests_in_order(data) -> None:
     assert cut.features.history.values().tolist() == whole.features.history.values().tolist()
     assert cut.features.candidate.values().tolist() == whole.features.candidate.values().tolist()
     assert FixedRequests(part, 4).num_steps() == 3
+
+
+def test_users_of_few_ratings_ask_fewer_requests(data) -> None:
+    rows = np.flatnonzero(data.user == data.user[0])[:3]
+    source = RandomSplitTraining(data, rows, seed=0, num_folds=5, requests_a_step=2)
+    assert source.num_steps(0) == 2
+    batches = [source.batch(0, step) for step in range(2)]
+    assert [batch.num_requests for batch in batches] == [2, 1]
+    for batch in batches:
+        assert batch.features.history.lengths().unique().tolist() == [2]
+
+
+def test_one_fold_and_an_absent_file_are_refused(data, tmp_path) -> None:
+    with pytest.raises(ValueError, match="num_folds=1 leaves no history"):
+        RandomSplitTraining(data, np.arange(10), seed=0, num_folds=1)
+    with pytest.raises(FileNotFoundError):
+        load_movielens(tmp_path)
+
+
+def test_a_recbole_without_the_files_is_told_how_to_mend_it(tmp_path, monkeypatch) -> None:
+    (tmp_path / "recbole").mkdir()
+    (tmp_path / "recbole" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps recbole==1\.2\.1"):
+        movielens_folder()
