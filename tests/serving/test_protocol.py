@@ -18,6 +18,8 @@ from tests.serving.harness import (
     probabilities,
     triton_inputs,
 )
+from torchrec_adaptive.serving.protocol import BadRequest
+from torchrec_adaptive.serving.tensors import from_tensors, to_tensors
 
 
 def test_health_and_metadata(served) -> None:
@@ -90,6 +92,20 @@ def test_a_request_without_candidates_is_answered(served) -> None:
             entry["shape"][0], entry["data"] = 0, []
     status, answer, _ = served.call("POST", f"/v2/models/{MODEL}/infer", json.dumps(request).encode())
     assert (status, answer["outputs"][0]["shape"]) == (200, [0])
+
+
+def test_requests_of_very_different_sizes_do_not_fill_the_memory() -> None:
+    """Attention lays out requests times the longest history: the product is bounded before anything is allocated."""
+    arrays = to_tensors(make_batch((1, 1, 30)), SCHEMA)
+    assert from_tensors(arrays, SCHEMA, 100, max_padded_rows=90).num_candidates == 32
+    with pytest.raises(BadRequest, match="3 requests, one of them with 30 candidates") as caught:
+        from_tensors(arrays, SCHEMA, 100, max_padded_rows=89)
+    assert caught.value.status == 413
+    arrays = to_tensors(make_batch((1,) * 4), SCHEMA)
+    longest = int(arrays["history.lengths"].max())
+    assert longest > 1
+    with pytest.raises(BadRequest, match=f"4 requests, one of them with {longest} events"):
+        from_tensors(arrays, SCHEMA, 100, max_padded_rows=4 * longest - 1)
 
 
 def test_metrics_count_what_was_done(served) -> None:

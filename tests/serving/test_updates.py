@@ -206,6 +206,19 @@ def test_a_server_goes_on_past_a_corrupt_delta(tmp_path: Path) -> None:
         np.testing.assert_allclose(scores, served, atol=1e-6)
 
 
+def test_an_engine_starts_from_the_newest_sound_snapshot(tmp_path: Path) -> None:
+    model, publisher, batch = make_model(), make_publisher(tmp_path), make_batch()
+    publisher.publish_snapshot(model.state_dict(), step=0)
+    wanted = probabilities(model, batch)
+    change(model, 1)
+    publisher.publish_snapshot(model.state_dict(), step=1)
+    newest = tmp_path / MODEL / "snapshot-00000002" / "weights.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    engine = ScoringEngine(ArtifactStore(tmp_path, MODEL))
+    assert engine.live.version == 1
+    np.testing.assert_allclose(engine.score(batch)[0].numpy(), wanted, atol=1e-6)
+
+
 def test_an_engine_with_nothing_to_serve_says_so(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="there is no snapshot of 'ranker'"):
         ScoringEngine(ArtifactStore(tmp_path, MODEL))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from torchrec_adaptive.artifact import (
 from torchrec_adaptive.models import AdaptiveRankingModel, build_model
 from torchrec_adaptive.request import FeatureSchema, RequestBatch
 from torchrec_adaptive.serving.lock import ReadersWriterLock
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class ScoringEngine:
         device: of the weights.
 
     Raises:
-        ArtifactError: the store has no snapshot, or the newest one can't be taken.
+        ArtifactError: the store has no snapshot, or none that can be taken; of several the newest sound one is.
     """
 
     def __init__(self, store: ArtifactStore, device: torch.device | None = None) -> None:
@@ -60,7 +63,18 @@ class ScoringEngine:
         snapshots = [ref for ref in store.versions() if ref.kind == "snapshot"]
         if not snapshots:
             raise ArtifactError(f"there is no snapshot of {store.model!r} to serve; publish one first")
-        manifest = store.manifest(snapshots[-1])
+        for older, ref in enumerate(reversed(snapshots), start=1):
+            try:
+                self._start_from(ref)
+                break
+            except (ArtifactError, ValueError) as error:
+                if older == len(snapshots):
+                    raise
+                logger.error("version %d (snapshot) refused, trying an older one: %s", ref.version, error)
+
+    def _start_from(self, ref: VersionRef) -> None:
+        """Build the model of a snapshot, and load it."""
+        manifest = self.store.manifest(ref)
         self.schema = FeatureSchema.from_dict(manifest.schema)
         self.model_config = manifest.model_config
         self.model: AdaptiveRankingModel = build_model(self.schema, manifest.model_config).to(self.device).eval()
@@ -68,7 +82,7 @@ class ScoringEngine:
         self._tables = {table.name: self._weights[table_weight_name(table.name)] for table in self.schema.tables}
         self._lock = ReadersWriterLock()
         self._live = Live(0, 0.0, 0.0)
-        self.load_snapshot(snapshots[-1])
+        self.load_snapshot(ref)
 
     @property
     def live(self) -> Live:

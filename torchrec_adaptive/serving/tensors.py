@@ -96,13 +96,17 @@ def to_tensors(batch: RequestBatch, schema: FeatureSchema) -> dict[str, NDArray[
     return arrays
 
 
-def from_tensors(arrays: Arrays, schema: FeatureSchema, max_candidates: int) -> RequestBatch:
+def from_tensors(
+    arrays: Arrays, schema: FeatureSchema, max_candidates: int, max_padded_rows: int = 4 * 1024**2
+) -> RequestBatch:
     """A batch from named tensors, every value checked.
 
     Args:
         arrays: as a client sent them.
         schema: of the model.
         max_candidates: that one call may score.
+        max_padded_rows: requests times the longest history, and requests times the most candidates of one: what the
+            attention over histories lays out.
 
     Returns:
         A valid RequestBatch with labels of zero.
@@ -133,6 +137,16 @@ def from_tensors(arrays: Arrays, schema: FeatureSchema, max_candidates: int) -> 
         torch.zeros(num_candidates, len(schema.tasks)),
         torch.ones(num_candidates),
     )
+    for what, rows in (
+        ("candidates", np.bincount(index[(index >= 0) & (index < num_requests)], minlength=1)),
+        ("events", arrays[HISTORY_LENGTHS] if schema.sequences else np.zeros(1)),
+    ):
+        if num_requests * int(rows.max(initial=0)) > max_padded_rows:
+            raise BadRequest(
+                f"the call has {num_requests} requests, one of them with {int(rows.max())} {what}; their product may "
+                f"be {max_padded_rows} at most: send requests of such different sizes in calls of their own",
+                413,
+            )
     reader.refuse_unread([entry["name"] for entry in describe_inputs(schema)])
     try:
         batch.validate(schema)
