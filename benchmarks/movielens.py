@@ -4,7 +4,8 @@
 
 Public figure on the same files and protocol: RecBole's LR, test AUC .7765, log loss .5620. Ours learns from the
 training ratings in ways that LR does not: as a history that candidates attend over, as three more labels (a rating of
-at least 2, 3 and 5), and as means around a candidate's timestamp (LR reads the timestamp itself).
+at least 2, 3 and 5), and as means of the ratings given around a candidate's timestamp, before and
+after it (the random split has both in its training part; LR reads the timestamp itself).
 Valid and test ratings are in no history, in no mean, and are never trained on. What is tested is the average of
 the weights after three epochs in a row, chosen on the validation part; the test part is looked at once a seed.
 """

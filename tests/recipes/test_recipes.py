@@ -15,12 +15,14 @@ import tritonclient.http
 
 ROOT = Path(__file__).parents[2]
 TORCHX = str(Path(sys.executable).parent / "torchx")
+# As in an activated environment: TorchX starts `torchrun` by name.
+ACTIVATED = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def torchx(component: str, *arguments: str) -> str:
     """Run a component to its end; its output."""
     command = [TORCHX, "run", "-s", "local_cwd", f"recipes/{component}_component.py:{component}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=ACTIVATED, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -39,6 +41,7 @@ def test_train_publish_serve_online(tmp_path: Path) -> None:
         server = subprocess.Popen(
             [*command, "--port", "0", "--poll_interval_s", "0.1"],
             cwd=ROOT,
+            env=ACTIVATED,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
