@@ -38,9 +38,9 @@ from torchrec_adaptive.datasets import FixedRequests, MovieLens, Requests, load_
 from torchrec_adaptive.distributed import process_group
 from torchrec_adaptive.publishing import TouchedRows
 from torchrec_adaptive.request import RequestBatch
+from torchrec_adaptive.serving.protocol import datatype_of
 from torchrec_adaptive.serving.tensors import to_tensors
 
-DATATYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 KINDS = ("stale", "reloaded", "updated")
 
 
@@ -115,7 +115,7 @@ class ServerProcess:
         """Probabilities (B,) and the version that gave them."""
         inputs = []
         for name, array in to_tensors(batch, ranker.schema()).items():
-            inputs.append(tritonclient.http.InferInput(name, list(array.shape), DATATYPES[str(array.dtype)]))
+            inputs.append(tritonclient.http.InferInput(name, list(array.shape), datatype_of(array)))
             inputs[-1].set_data_from_numpy(array)
         result = self.client.infer(ranker.MODEL_NAME, inputs)
         return result.as_numpy("liked"), int(result.get_response()["model_version"])
@@ -144,13 +144,11 @@ def three_servers(output: Path) -> Iterator[dict[str, ServerProcess]]:
 def replay_slice(servers: dict[str, ServerProcess], part: Requests, requests_a_call: int, replay: Replay) -> None:
     """Score a slice on every server, before anyone has learnt from it."""
     source = FixedRequests(part, requests_a_call)
-    for kind, server in servers.items():
-        scores = [server.score(source.batch(0, step))[0] for step in range(source.num_steps())]
-        replay.scores[kind].append(np.concatenate(scores))
     batches = [source.batch(0, step) for step in range(source.num_steps())]
+    for kind, server in servers.items():
+        replay.scores[kind].append(np.concatenate([server.score(batch)[0] for batch in batches]))
     replay.labels.append(torch.cat([batch.labels[:, 0] for batch in batches]).numpy())
     replay.users.append(np.repeat(part.users, part.candidate_counts))
-    replay.end_s.append(int(part.data.timestamp_s[part.candidates].max()))
 
 
 def measure_latency(server: ServerProcess, data: MovieLens, recipe: DemoRecipe, replay: Replay) -> None:

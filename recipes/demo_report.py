@@ -36,7 +36,6 @@ class Replay:
     scores: dict[str, list[Floats]] = field(init=False)
     labels: list[Floats] = field(default_factory=list)
     users: list[NDArray[np.int64]] = field(default_factory=list)
-    end_s: list[int] = field(default_factory=list)
     staleness_s: list[float] = field(default_factory=list)
     delta_bytes: list[int] = field(default_factory=list)
     snapshot_bytes: int = 0

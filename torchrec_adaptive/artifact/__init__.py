@@ -1,6 +1,6 @@
 """What is published and served: manifests, snapshots and deltas. Where training and serving meet."""
 
-from torchrec_adaptive.artifact.manifest import ArtifactError, FileEntry, Manifest, package_versions
+from torchrec_adaptive.artifact.manifest import ArtifactError, FileEntry, Kind, Manifest, package_versions
 from torchrec_adaptive.artifact.store import ArtifactStore, VersionRef
 from torchrec_adaptive.artifact.tensors import (
     DENSE_NAME,
@@ -21,6 +21,7 @@ __all__ = [
     "ArtifactError",
     "ArtifactStore",
     "FileEntry",
+    "Kind",
     "Manifest",
     "TableRows",
     "VersionRef",

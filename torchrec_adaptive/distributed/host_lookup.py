@@ -91,8 +91,9 @@ class _LookUp(torch.autograd.Function):
     def forward(ctx: Any, dummy: Tensor, features: list[_Feature], inputs: list[_Ids]) -> Tensor:
         ctx.features, ctx.inputs = features, inputs
         pooled = []
+        tables = {feature.kernel: feature.kernel.split_embedding_weights() for feature in features}
         for feature, ids in zip(features, inputs, strict=True):
-            table = feature.kernel.split_embedding_weights()[feature.table]
+            table = tables[feature.kernel][feature.table]
             if _is_bag_of_one(ids):
                 pooled.append(table.index_select(0, ids.values))
                 continue
@@ -117,19 +118,17 @@ class _LookUp(torch.autograd.Function):
             for rows, dim in zip(rank, ctx.dims, strict=True)
         ]
         pieces, num_features = flat.split(sizes), len(ctx.inputs)
-        by_table: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        kernels = {}
+        by_table: dict[_Feature, list[tuple[Tensor, Tensor]]] = {}
         for place, (feature, ids) in enumerate(zip(ctx.features, ctx.inputs, strict=True)):
             grad_ND = torch.cat([piece.view(-1, ctx.dims[place]) for piece in pieces[place::num_features]])
             if not _is_bag_of_one(ids):
                 grad_ND = torch.repeat_interleave(grad_ND, ids.lengths.long(), dim=0)
                 if ids.weights is not None:
                     grad_ND = grad_ND * ids.weights.unsqueeze(1)
-            kernels[id(feature.kernel)] = feature.kernel
-            by_table.setdefault((id(feature.kernel), feature.table), []).append((ids.values, grad_ND))
-        for (kernel, table), parts in by_table.items():
+            by_table.setdefault(feature, []).append((ids.values, grad_ND))
+        for feature, parts in by_table.items():
             ids, grads_of = zip(*parts, strict=True)
-            update_rows(kernels[kernel], table, torch.cat(ids), torch.cat(grads_of))
+            update_rows(feature.kernel, feature.table, torch.cat(ids), torch.cat(grads_of))
         return None, None, None
 
 

@@ -180,10 +180,12 @@ class ShardedRequestBroadcastEBC(ShardedEmbeddingBagCollection):
 
     def _variable_batch(self, features: RequestFeatures) -> KeyedJaggedTensor:
         values, lengths, weights, strides = [], [], [], []
-        names = [name for name in self._sharded_features if self._side(name, features) is not None]
-        for name in names:
+        names = []
+        for name in self._sharded_features:
             side = self._side(name, features)
-            assert side is not None
+            if side is None:
+                continue
+            names.append(name)
             ids = side[name]
             values.append(ids.values())
             if side is features.history:

@@ -12,7 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_adaptive.ops.segments import add_request_share, candidate_counts, pad_rows, positions_in_rows
+from torchrec_adaptive.ops.segments import (
+    add_request_share,
+    candidate_counts,
+    num_request_tokens,
+    pad_rows,
+    positions_in_rows,
+)
 from torchrec_adaptive.request import Broadcast
 
 
@@ -30,17 +36,12 @@ def broadcast_factorization_machine(projection_NK: Tensor, candidate_BND: Tensor
     Raises:
         ValueError: the projection's rows are not the sum of both sides' tokens.
     """
-    num_request_tokens = 0 if request is None else request.values.shape[1]
-    if projection_NK.shape[0] != num_request_tokens + candidate_BND.shape[1]:
-        raise ValueError(
-            f"the projection has {projection_NK.shape[0]} rows, but the request has {num_request_tokens} tokens and "
-            f"the candidate {candidate_BND.shape[1]}; rows and tokens must agree"
-        )
+    split = num_request_tokens(projection_NK.shape[0], "the projection rows", candidate_BND, request)
     if request is None:
         return torch.matmul(candidate_BND, torch.matmul(candidate_BND.mT, projection_NK))
     request_RND, index = request.values, request.candidate_to_request
-    once_RDK = torch.matmul(request_RND.mT, projection_NK[:num_request_tokens])
-    share_BDK = torch.matmul(candidate_BND.mT, projection_NK[num_request_tokens:])
+    once_RDK = torch.matmul(request_RND.mT, projection_NK[:split])
+    share_BDK = torch.matmul(candidate_BND.mT, projection_NK[split:])
     combined_BDK = add_request_share(share_BDK, once_RDK, index).to(candidate_BND.dtype)
     candidate_rows_BNK = torch.matmul(candidate_BND, combined_BDK)
     return torch.cat([_request_rows(request_RND, combined_BDK, index), candidate_rows_BNK], dim=1)

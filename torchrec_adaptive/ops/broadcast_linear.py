@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_adaptive.ops.segments import add_request_share
+from torchrec_adaptive.ops.segments import add_request_share, num_request_tokens
 from torchrec_adaptive.request import Broadcast
 
 
@@ -37,14 +37,9 @@ def broadcast_linear(weight_MK: Tensor, candidate_BKD: Tensor, request: Broadcas
         >>> broadcast_linear(torch.tensor([[10.0, 1.0]]), torch.arange(4.0).view(2, 1, 2), user).tolist()
         [[[10.0, 11.0]], [[12.0, 13.0]]]
     """
-    num_request_tokens = 0 if request is None else request.values.shape[1]
-    if weight_MK.shape[1] != num_request_tokens + candidate_BKD.shape[1]:
-        raise ValueError(
-            f"the weight has {weight_MK.shape[1]} columns, but the request has {num_request_tokens} tokens and the "
-            f"candidate {candidate_BKD.shape[1]}; columns and tokens must agree"
-        )
+    split = num_request_tokens(weight_MK.shape[1], "the weight columns", candidate_BKD, request)
     if request is None:
         return torch.matmul(weight_MK, candidate_BKD)
-    share_BMD = torch.matmul(weight_MK[:, num_request_tokens:], candidate_BKD)
-    once_RMD = torch.matmul(weight_MK[:, :num_request_tokens], request.values)
+    share_BMD = torch.matmul(weight_MK[:, split:], candidate_BKD)
+    once_RMD = torch.matmul(weight_MK[:, :split], request.values)
     return add_request_share(share_BMD, once_RMD, request.candidate_to_request).to(candidate_BKD.dtype)

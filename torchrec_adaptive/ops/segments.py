@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrec_adaptive.request import Broadcast
+
 
 def candidate_counts(candidate_to_request: Tensor, num_requests: int) -> Tensor:
     """How many candidates each request has.
@@ -75,3 +77,28 @@ def add_request_share(candidate: Tensor, request: Tensor, candidate_to_request: 
     """
     wide = torch.promote_types(candidate.dtype, torch.float32)
     return candidate.to(wide) + request.to(wide).index_select(0, candidate_to_request)
+
+
+def num_request_tokens(size: int, what: str, candidate: Tensor, request: Broadcast | None) -> int:
+    """How many of a matrix's columns or rows belong to the request, the rest being the candidate's.
+
+    Args:
+        size: columns or rows of the matrix, one a token of either side.
+        what: the matrix and what is counted, for the message: "the weight columns".
+        candidate: (B, K_c, ...).
+        request: values (R, K_r, ...), or None where the candidate has all the tokens.
+
+    Returns:
+        K_r; 0 without a request.
+
+    Raises:
+        ValueError: `size` is not K_r + K_c.
+    """
+    num_tokens = 0 if request is None else request.values.shape[1]
+    if size != num_tokens + candidate.shape[1]:
+        matrix, lines = what.rsplit(" ", 1)
+        raise ValueError(
+            f"{matrix} has {size} {lines}, but the request has {num_tokens} tokens and the candidate "
+            f"{candidate.shape[1]}; {lines} and tokens must agree"
+        )
+    return num_tokens

@@ -15,6 +15,7 @@ from torchrec_adaptive.artifact import (
     ROWS_NAME,
     WEIGHTS_NAME,
     ArtifactStore,
+    Kind,
     Manifest,
     TableRows,
     package_versions,
@@ -96,7 +97,7 @@ class Publisher:
             ValueError: a table of the schema is missing or of another shape.
         """
         self._check_tables(weights)
-        manifest = self._manifest("snapshot", None, step, trained_at_s)
+        manifest = self._manifest("snapshot", self.last_version, step, trained_at_s)
         return self.store.write(manifest, {WEIGHTS_NAME: save_tensors(weights)})
 
     def publish_delta(
@@ -140,13 +141,13 @@ class Publisher:
             if tuple(weights[name].shape) != wanted:
                 raise ValueError(f"weight {name!r} has shape {tuple(weights[name].shape)}; the schema says {wanted}")
 
-    def _manifest(self, kind: Any, base_version: int | None, step: int, trained_at_s: float | None) -> Manifest:
+    def _manifest(self, kind: Kind, last_version: int, step: int, trained_at_s: float | None) -> Manifest:
         now = time.time()
         return Manifest(
             kind=kind,
             model=self.store.model,
-            version=self.last_version + 1,
-            base_version=base_version,
+            version=last_version + 1,
+            base_version=last_version if kind == "delta" else None,
             schema=self.schema.to_dict(),
             schema_fingerprint=self.schema.fingerprint,
             model_config=self.model_config,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from torchrec_adaptive.serving.metrics import ServingMetrics
 from torchrec_adaptive.serving.protocol import HEADER_LENGTH, BadRequest, decode_request, decompress, encode_response
 from torchrec_adaptive.serving.tensors import describe_inputs, from_tensors
 
-logger = logging.getLogger(__name__)
 SERVER_NAME = "torchrec-adaptive"
 
 

@@ -35,6 +35,19 @@ DTYPES: dict[str, np.dtype[Any]] = {
 MAX_DIMS, MAX_INPUTS = 8, 4096
 
 
+def datatype_of(array: NDArray[Any]) -> str:
+    """The protocol's name of an array's dtype.
+
+    Args:
+        array: of one of the dtypes of `DTYPES`.
+
+    Example:
+        >>> datatype_of(np.zeros(1, dtype=np.int64))
+        'INT64'
+    """
+    return next(name for name, dtype in DTYPES.items() if dtype == array.dtype)
+
+
 class BadRequest(ValueError):
     """What a client did wrong, in one sentence.
 

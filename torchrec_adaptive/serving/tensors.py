@@ -33,7 +33,7 @@ from torchrec_adaptive.request import (
     empty_kjt,
     nearest_name,
 )
-from torchrec_adaptive.serving.protocol import DTYPES, BadRequest
+from torchrec_adaptive.serving.protocol import DTYPES, BadRequest, datatype_of
 
 INDEX, HISTORY_LENGTHS = "candidate_to_request", "history.lengths"
 Arrays = Mapping[str, NDArray[Any]]
@@ -147,7 +147,7 @@ def from_tensors(
                 f"be {max_padded_rows} at most: send requests of such different sizes in calls of their own",
                 413,
             )
-    reader.refuse_unread([entry["name"] for entry in describe_inputs(schema)])
+    reader.refuse_unread(schema)
     try:
         batch.validate(schema)
     except ValueError as error:
@@ -167,15 +167,15 @@ class _Reader:
         array = self.arrays[name]
         self._taken.add(name)
         if array.dtype != DTYPES[datatype]:
-            sent = next(key for key, dtype in DTYPES.items() if dtype == array.dtype)
-            raise BadRequest(f"input {name!r} is {sent}; it must be {datatype}")
+            raise BadRequest(f"input {name!r} is {datatype_of(array)}; it must be {datatype}")
         if array.ndim != dims:
             raise BadRequest(f"input {name!r} has shape {list(array.shape)}; it must have {dims} dim{'s' * (dims > 1)}")
         return array
 
-    def refuse_unread(self, known: list[str]) -> None:
+    def refuse_unread(self, schema: FeatureSchema) -> None:
         for name in self.arrays:
             if name not in self._taken:
+                known = [entry["name"] for entry in describe_inputs(schema)]
                 raise BadRequest(f"unknown input {name!r}; {nearest_name(name, known)}")
 
 

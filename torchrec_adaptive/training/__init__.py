@@ -2,7 +2,8 @@
 
 from torchrec_adaptive.training.checkpoint import CheckpointFolder, Progress
 from torchrec_adaptive.training.evaluation import StreamingMetrics, evaluate, predict, ranking_metrics
-from torchrec_adaptive.training.trainer import BatchSource, Trainer, TrainerConfig
+from torchrec_adaptive.training.source import BatchSource
+from torchrec_adaptive.training.trainer import Trainer, TrainerConfig
 
 __all__ = [
     "BatchSource",

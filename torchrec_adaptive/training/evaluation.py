@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +11,9 @@ from torchmetrics.functional.classification import binary_auroc
 from torchrec.metrics.metric_module import RecMetricModule, generate_metric_module
 from torchrec.metrics.metrics_config import MetricsConfig, RecMetricDef, RecMetricEnum, RecTaskInfo
 
-from torchrec_adaptive.request import RequestBatch
+from torchrec_adaptive.training.source import BatchSource
 
 WINDOW_EXAMPLES = 100_000
-
-
-class EvaluationSource(Protocol):
-    """Batches of a held-out set."""
-
-    def num_steps(self, epoch: int) -> int:
-        """Steps of one pass."""
-        ...
-
-    def batch(self, epoch: int, step: int, rank: int, world_size: int) -> RequestBatch:
-        """One rank's part of a step."""
-        ...
 
 
 class StreamingMetrics:
@@ -96,12 +83,12 @@ class StreamingMetrics:
             for task in self.tasks:
                 for metric in ("ne", "auc", "calibration"):
                     if key == f"{metric}-{task}|window_{metric}":
-                        row[_key(self.tasks, task, metric)] = float(value)
+                        row[metric_key(self.tasks, task, metric)] = float(value)
         return row
 
 
 @torch.no_grad()
-def predict(model: nn.Module, source: EvaluationSource) -> tuple[Tensor, Tensor, Tensor]:
+def predict(model: nn.Module, source: BatchSource) -> tuple[Tensor, Tensor, Tensor]:
     """Score a held-out set; collective where the model is sharded.
 
     Args:
@@ -128,7 +115,7 @@ def predict(model: nn.Module, source: EvaluationSource) -> tuple[Tensor, Tensor,
     return everything[:, :num_tasks], everything[:, num_tasks:-1], everything[:, -1]
 
 
-def evaluate(model: nn.Module, source: EvaluationSource, tasks: tuple[str, ...]) -> dict[str, float]:
+def evaluate(model: nn.Module, source: BatchSource, tasks: tuple[str, ...]) -> dict[str, float]:
     """Exact metrics on a held-out set; collective where the model is sharded.
 
     Args:
@@ -165,17 +152,31 @@ def ranking_metrics(logits: Tensor, labels: Tensor, weights: Tensor, tasks: tupl
         entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate)) if 0 < rate < 1 else math.nan
         counted = weight > 0
         row |= {
-            _key(tasks, task, "auc"): float(binary_auroc(score[counted].sigmoid(), label[counted].int())),
-            _key(tasks, task, "logloss"): logloss,
-            _key(tasks, task, "ne"): logloss / entropy,
-            _key(tasks, task, "calibration"): float((score.sigmoid() * weight).sum() / total) / rate
+            metric_key(tasks, task, "auc"): float(binary_auroc(score[counted].sigmoid(), label[counted].int())),
+            metric_key(tasks, task, "logloss"): logloss,
+            metric_key(tasks, task, "ne"): logloss / entropy,
+            metric_key(tasks, task, "calibration"): float((score.sigmoid() * weight).sum() / total) / rate
             if rate
             else math.nan,
         }
     return row
 
 
-def _key(tasks: tuple[str, ...], task: str, metric: str) -> str:
+def metric_key(tasks: tuple[str, ...], task: str, metric: str) -> str:
+    """The name of a task's metric in a row.
+
+    Args:
+        tasks: all of them.
+        task: whose metric.
+        metric: "auc" for one.
+
+    Returns:
+        The metric's own name where there is one task only.
+
+    Example:
+        >>> metric_key(("liked",), "liked", "auc"), metric_key(("liked", "bought"), "bought", "auc")
+        ('auc', 'bought/auc')
+    """
     return metric if len(tasks) == 1 else f"{task}/{metric}"
 
 

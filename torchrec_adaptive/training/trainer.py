@@ -11,8 +11,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +25,8 @@ from torchrec_adaptive.distributed import SparseOptimizerConfig, full_state_dict
 from torchrec_adaptive.models import RankingTask
 from torchrec_adaptive.request import RequestBatch
 from torchrec_adaptive.training.checkpoint import CheckpointFolder, Progress
-from torchrec_adaptive.training.evaluation import StreamingMetrics, evaluate
-
-
-class BatchSource(Protocol):
-    """Batches by number. A pure function of its arguments, so that a resumed job sees what an unbroken one would."""
-
-    def num_steps(self, epoch: int) -> int:
-        """Steps of an epoch."""
-        ...
-
-    def batch(self, epoch: int, step: int, rank: int, world_size: int) -> RequestBatch:
-        """One rank's part of a step."""
-        ...
+from torchrec_adaptive.training.evaluation import StreamingMetrics, evaluate, metric_key
+from torchrec_adaptive.training.source import BatchSource
 
 
 @dataclass(frozen=True)
@@ -225,12 +214,16 @@ class Trainer:
             self.on_step(progress.step, batch)
         return float(total[0] / total[1])
 
+    @cached_property
+    def _table_shards(self) -> list[Tensor]:
+        """This rank's shards: the tables' own memory."""
+        tables = [value for value in self.sharded.state_dict().values() if isinstance(value, ShardedTensor)]
+        return [shard.tensor for table in tables for shard in table.local_shards()]
+
     @torch.no_grad()
     def _decay_tables(self, fraction: float) -> None:
-        for table in self.sharded.state_dict().values():
-            if isinstance(table, ShardedTensor):
-                for shard in table.local_shards():
-                    shard.tensor.mul_(1.0 - fraction)
+        for rows in self._table_shards:
+            rows.mul_(1.0 - fraction)
 
     def _share_of_loss(self, loss: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's share, scaled so that the average over ranks is the mean over all candidates."""
@@ -271,7 +264,7 @@ class Trainer:
 
     def _judge(self, row: dict[str, float]) -> None:
         progress = self.progress
-        auc = row["auc"] if len(self.tasks) == 1 else row[f"{self.tasks[0]}/auc"]
+        auc = row[metric_key(self.tasks, self.tasks[0], "auc")]
         if auc > progress.best_auc:
             progress.best_auc, progress.best_epoch = auc, progress.epoch
         if self.show_progress:
