@@ -2,6 +2,7 @@
 
 from torchrec_adaptive.request.batch import RequestBatch
 from torchrec_adaptive.request.broadcast import Broadcast
+from torchrec_adaptive.request.concat import concat_batches
 from torchrec_adaptive.request.features import RequestFeatures, concat_kjts, empty_kjt, expand_kjt
 from torchrec_adaptive.request.rows import batch_from_rows
 from torchrec_adaptive.request.schema import Feature, FeatureSchema, Kind, Side, TableSpec, nearest_name
@@ -16,6 +17,7 @@ __all__ = [
     "Side",
     "TableSpec",
     "batch_from_rows",
+    "concat_batches",
     "concat_kjts",
     "empty_kjt",
     "expand_kjt",
