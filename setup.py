@@ -21,6 +21,7 @@ EXTRAS = {
         "build",
         "matplotlib",
         "tensorboard",
+        "triton>=3.8",
         "tritonclient[http]>=2.60",
     ],
 }

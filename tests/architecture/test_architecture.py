@@ -88,8 +88,9 @@ def test_public_functions_are_typed_and_documented(path: Path) -> None:
     for function in public_functions(tree):
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         untyped = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
-        assert function.returns is not None, f"{function.name} has no return type"
-        assert not untyped, f"{function.name}: {untyped} have no type"
+        if "triton.jit" not in [ast.unparse(decorator) for decorator in function.decorator_list]:  # Triton's own types
+            assert function.returns is not None, f"{function.name} has no return type"
+            assert not untyped, f"{function.name}: {untyped} have no type"
         assert ast.get_docstring(function), f"{function.name} has no docstring"
 
 

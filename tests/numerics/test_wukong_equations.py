@@ -44,7 +44,7 @@ def compressed(x: np.ndarray, weights: dict, prefix: str) -> np.ndarray:
 def block_by_equations(x: np.ndarray, weights: dict, config: WukongTurboBlockConfig) -> np.ndarray:
     """X_{i+1} = LN(concat(FMB(X), LCB(X)) + residual(X)) of one example x (n, d)."""
     machine = product(x, product(x.T, weights["fmb.projection_NK"]))  # X (X^T Y)
-    flat = normalised(machine.reshape(-1), weights, "fmb.norm.", config.norm, config.norm_eps)
+    flat = normalised(machine.T.reshape(-1), weights, "fmb.norm.", config.norm, config.norm_eps)
     fmb = mlp(flat, weights, "fmb.mlp.").reshape(config.num_fmb_tokens, config.embedding_dim)
     lcb = compressed(x, weights, "lcb.")
     residual = x if x.shape[0] == fmb.shape[0] + lcb.shape[0] else compressed(x, weights, "residual.")

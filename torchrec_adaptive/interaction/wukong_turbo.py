@@ -2,12 +2,13 @@
 
 One block (arXiv 2403.02545, equations of sections 3.2 to 3.5), X (n, d) tokens of one example:
 
-    FMB(X) = reshape(MLP(LN(flatten(FM(X)))))   (n_F, d),   FM(X) = X (X^T Y)
+    FMB(X) = reshape(MLP(LN(flatten(FM(X)^T))))   (n_F, d),   FM(X) = X (X^T Y)
     LCB(X) = W_L X                              (n_L, d)
     out    = LN(concat(FMB(X), LCB(X)) + residual(X))
 
 The residual is X itself where n_F + n_L = n, and W_R X otherwise. Turbo's difference: no bias terms (Linear layers
-without bias, LayerNorm without shift). `bias=True` gives the paper's own form.
+without bias, LayerNorm without shift). `bias=True` gives the paper's own form. FM(X) is flattened rank by rank, as it
+lies in memory; the paper does not say which way.
 
 Shape letters: R requests, B candidates, N tokens, D embedding dim.
 """
@@ -105,7 +106,7 @@ def make_mlp(widths: tuple[int, ...], bias: bool) -> nn.Sequential:
 
 
 class FactorizationMachineBlock(nn.Module):
-    """FMB(X) = reshape(MLP(LN(flatten(X (X^T Y))))).
+    """FMB(X) = reshape(MLP(LN(flatten((X (X^T Y))^T)))).
 
     Args:
         config: sizes of the block.
@@ -123,7 +124,7 @@ class FactorizationMachineBlock(nn.Module):
     def forward(self, candidate_BND: Tensor, request: Broadcast | None) -> Tensor:
         """(B, N_c, D) and values (R, N_r, D) to (B, n_F, D)."""
         products_BNK = broadcast_factorization_machine(self.projection_NK, candidate_BND, request)
-        return self.mlp(self.norm(products_BNK.flatten(1))).view(-1, *self.output_shape)
+        return self.mlp(self.norm(products_BNK.mT.flatten(1))).view(-1, *self.output_shape)
 
 
 class LinearCompressionBlock(nn.Module):

@@ -1,9 +1,11 @@
-"""Candidates sorted by request, as padded rows and back.
+"""Candidates sorted by request: their segments, and jagged rows as padded ones and back.
 
-Shape letters: R requests, B candidates, C most candidates of one request, L most events of one request, T events.
+Shape letters: R requests, B candidates, T elements of a jagged tensor.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -11,21 +13,39 @@ from torch import Tensor
 from torchrec_adaptive.request import Broadcast
 
 
-def candidate_counts(candidate_to_request: Tensor, num_requests: int) -> Tensor:
-    """How many candidates each request has.
+def segments_of(candidate_to_request: Tensor, num_requests: int) -> list[tuple[int, int, int]]:
+    """Which candidates each request has: those of one request stand side by side.
 
     Args:
-        candidate_to_request: (B,) integer, each below R.
+        candidate_to_request: (B,) integer, ascending, each below R.
         num_requests: R.
 
     Returns:
-        (R,) int64.
+        (request, first candidate, one past its last), requests without candidates left out.
 
     Example:
-        >>> candidate_counts(torch.tensor([0, 0, 2]), 3).tolist()
-        [2, 0, 1]
+        >>> segments_of(torch.tensor([0, 0, 2]), 3)
+        [(0, 0, 2), (2, 2, 3)]
     """
-    return torch.bincount(candidate_to_request.long(), minlength=num_requests)
+    rows = torch.arange(num_requests + 1, device=candidate_to_request.device, dtype=candidate_to_request.dtype)
+    bounds = torch.searchsorted(candidate_to_request.contiguous(), rows).tolist()
+    return [(r, low, high) for r, (low, high) in enumerate(itertools.pairwise(bounds)) if high > low]
+
+
+def segment_sum(values: Tensor, candidate_to_request: Tensor, num_requests: int) -> Tensor:
+    """Sum of the rows of each request's candidates: the gradient of a broadcast.
+
+    Args:
+        values: (B, ...) floats.
+        candidate_to_request: (B,) integer.
+        num_requests: R.
+
+    Returns:
+        (R, ...), zeros for a request without candidates; summed in float32 where the dtype is lower.
+    """
+    wide = torch.promote_types(values.dtype, torch.float32)
+    total = torch.zeros((num_requests, *values.shape[1:]), dtype=wide, device=values.device)
+    return total.index_add(0, candidate_to_request, values.to(wide)).to(values.dtype)
 
 
 def positions_in_rows(lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,21 +84,6 @@ def pad_rows(values: Tensor, rows: Tensor, places: Tensor, num_rows: int, width:
     return padded.index_put((rows, places), values)
 
 
-def add_request_share(candidate: Tensor, request: Tensor, candidate_to_request: Tensor) -> Tensor:
-    """Add to each candidate's rows those of its request, in float32 where the inputs are of lower precision.
-
-    Args:
-        candidate: (B, ...) floats.
-        request: (R, ...) floats, of the same inner shape.
-        candidate_to_request: (B,) integer.
-
-    Returns:
-        (B, ...) float32, or float64 where the candidate's is.
-    """
-    wide = torch.promote_types(candidate.dtype, torch.float32)
-    return candidate.to(wide) + request.to(wide).index_select(0, candidate_to_request)
-
-
 def num_request_tokens(size: int, what: str, candidate: Tensor, request: Broadcast | None) -> int:
     """How many of a matrix's columns or rows belong to the request, the rest being the candidate's.
 
@@ -92,8 +97,13 @@ def num_request_tokens(size: int, what: str, candidate: Tensor, request: Broadca
         K_r; 0 without a request.
 
     Raises:
-        ValueError: `size` is not K_r + K_c.
+        ValueError: the sides have different dims, or `size` is not K_r + K_c.
     """
+    if request is not None and request.values.shape[2:] != candidate.shape[2:]:
+        raise ValueError(
+            f"the candidate's tokens are of shape {tuple(candidate.shape)}, the request's "
+            f"{tuple(request.values.shape)}; both must have the same dims behind the tokens"
+        )
     num_tokens = 0 if request is None else request.values.shape[1]
     if size != num_tokens + candidate.shape[1]:
         matrix, lines = what.rsplit(" ", 1)

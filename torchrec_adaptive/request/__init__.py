@@ -4,6 +4,7 @@ from torchrec_adaptive.request.batch import RequestBatch
 from torchrec_adaptive.request.broadcast import Broadcast
 from torchrec_adaptive.request.concat import concat_batches
 from torchrec_adaptive.request.features import RequestFeatures, concat_kjts, empty_kjt, expand_kjt
+from torchrec_adaptive.request.index import check_candidate_to_request
 from torchrec_adaptive.request.rows import batch_from_rows
 from torchrec_adaptive.request.schema import Feature, FeatureSchema, Kind, Side, TableSpec, nearest_name
 
@@ -17,6 +18,7 @@ __all__ = [
     "Side",
     "TableSpec",
     "batch_from_rows",
+    "check_candidate_to_request",
     "concat_batches",
     "concat_kjts",
     "empty_kjt",

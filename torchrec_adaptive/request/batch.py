@@ -12,6 +12,7 @@ from torchrec.streamable import Pipelineable
 
 from torchrec_adaptive.request.broadcast import Broadcast
 from torchrec_adaptive.request.features import RequestFeatures
+from torchrec_adaptive.request.index import check_candidate_to_request
 from torchrec_adaptive.request.schema import Feature, FeatureSchema
 
 
@@ -135,20 +136,7 @@ def _check_index(index: Tensor, num_requests: int) -> None:
         raise ValueError(
             f"candidate_to_request has shape {tuple(index.shape)} and dtype {index.dtype}; it must be (B,) of int32"
         )
-    if index.numel() == 0:
-        return
-    if bool((index[1:] < index[:-1]).any()):
-        place = int((index[1:] < index[:-1]).nonzero()[0]) + 1
-        raise ValueError(
-            f"candidate_to_request falls from {int(index[place - 1])} to {int(index[place])} at position {place}; "
-            "it must be sorted: put the candidates of one request beside each other, in the order of the requests"
-        )
-    for value in (int(index[0]), int(index[-1])):
-        if not 0 <= value < num_requests:
-            raise ValueError(
-                f"candidate_to_request holds {value}, but there are {num_requests} requests; use 0 to "
-                f"{num_requests - 1}"
-            )
+    check_candidate_to_request(index, num_requests)
 
 
 def _check_kjt(part: str, kjt: KeyedJaggedTensor, specs: tuple[Feature, ...], rows: int) -> None:
