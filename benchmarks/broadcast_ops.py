@@ -2,8 +2,8 @@
 
     python -m benchmarks.broadcast_ops [--quick] [--json FILE]
 
-Linear compression in the shape that FBGEMM's in-kernel broadcast was published with (M=433 output tokens, 1178 tokens of
-the user, 866 of the candidate, 70 candidates a user), at 64 floats a token and 256 candidates; attention of 256
+Linear compression in the shape that FBGEMM's in-kernel broadcast was published with (M=433 output tokens, 1178 tokens
+of the user, 866 of the candidate, 70 candidates a user), at 64 floats a token and 256 candidates; attention of 256
 candidates, 70 a user, over 512 events of theirs in 4 heads of 64; the factorization machine over 64 tokens of the user
 and 16 of the candidate, rank 24.
 
@@ -119,7 +119,9 @@ def run(options: argparse.Namespace) -> dict[str, float]:
             "fm": (machine(), functions["fm materialised"]().mT),  # pyrefly: ignore[missing-attribute]
         }
         for name, (ours, theirs) in pairs.items():
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                ours, theirs, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
     times = measure.interleaved(functions, budget_s=25.0 if options.quick else 120.0)
     measure.show(times)
     flops_per_s, bytes_per_s = limits.flops_per_s(times["gemm"]), limits.bytes_per_s(times["copy"])
