@@ -15,7 +15,6 @@ Shape letters: R requests, B candidates, N tokens, D embedding dim.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torchrec_adaptive.interaction.mlp import make_mlp
 from torchrec_adaptive.ops import broadcast_factorization_machine, broadcast_linear
 from torchrec_adaptive.request import Broadcast
 
@@ -87,22 +87,6 @@ def make_norm(width: int, norm: Norm, bias: bool, eps: float = 1e-5) -> nn.Modul
         A module that keeps shapes.
     """
     return nn.LayerNorm(width, eps=eps, bias=bias) if norm == "layer" else nn.RMSNorm(width, eps=eps)
-
-
-def make_mlp(widths: tuple[int, ...], bias: bool) -> nn.Sequential:
-    """Linear layers with ReLU between them, none after the last.
-
-    Args:
-        widths: input, hidden and output widths.
-        bias: whether the layers have bias terms.
-
-    Returns:
-        (..., widths[0]) -> (..., widths[-1]).
-    """
-    layers: list[nn.Module] = []
-    for width_in, width_out in itertools.pairwise(widths):
-        layers += [nn.Linear(width_in, width_out, bias=bias), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
 
 
 class FactorizationMachineBlock(nn.Module):
