@@ -6,6 +6,7 @@ from torchrec_adaptive.interaction.mlp import BroadcastLinear, BroadcastMLP, mak
 from torchrec_adaptive.interaction.wukong_turbo import (
     FactorizationMachineBlock,
     LinearCompressionBlock,
+    Norm,
     WukongTurboBlock,
     WukongTurboBlockConfig,
     WukongTurboStack,
@@ -19,6 +20,7 @@ __all__ = [
     "FactorizationMachineBlock",
     "LinearCompressionBlock",
     "LowRankCrossNetwork",
+    "Norm",
     "WukongTurboBlock",
     "WukongTurboBlockConfig",
     "WukongTurboStack",

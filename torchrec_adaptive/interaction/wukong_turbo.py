@@ -105,7 +105,7 @@ class FactorizationMachineBlock(nn.Module):
         self.norm = make_norm(flat, config.norm, config.bias, config.norm_eps)
         self.mlp = make_mlp((flat, *config.mlp_widths, config.num_fmb_tokens * config.embedding_dim), config.bias)
 
-    def forward(self, candidate_BND: Tensor, request: Broadcast | None) -> Tensor:
+    def forward(self, candidate_BND: Tensor, request: Broadcast | None = None) -> Tensor:
         """(B, N_c, D) and values (R, N_r, D) to (B, n_F, D)."""
         products_BNK = broadcast_factorization_machine(self.projection_NK, candidate_BND, request)
         return self.mlp(self.norm(products_BNK.mT.flatten(1))).view(-1, *self.output_shape)
@@ -126,7 +126,7 @@ class LinearCompressionBlock(nn.Module):
         nn.init.normal_(self.weight_MN, std=1.0 / math.sqrt(num_tokens))
         self.bias_M = nn.Parameter(torch.zeros(num_output_tokens)) if bias else None
 
-    def forward(self, candidate_BND: Tensor, request: Broadcast | None) -> Tensor:
+    def forward(self, candidate_BND: Tensor, request: Broadcast | None = None) -> Tensor:
         """(B, N_c, D) and values (R, N_r, D) to (B, n_L, D)."""
         out_BMD = broadcast_linear(self.weight_MN, candidate_BND, request)
         return out_BMD if self.bias_M is None else out_BMD + self.bias_M[:, None]

@@ -25,6 +25,14 @@ SCHEMA = FeatureSchema(
 CONFIG = AdaptiveRankingConfig(
     token_dim=16, num_layers=2, num_fmb_tokens=4, num_lcb_tokens=3, rank=4, mlp_widths=(32,), recency=True
 )
+DEEP = dataclasses.replace(
+    CONFIG,
+    num_encoder_layers=2,
+    encoder_dim=12,
+    num_request_layers=2,
+    num_request_tokens=2,
+    norm="rms",
+)
 # candidates and events of each request
 SHAPES = [
     ([3], [2]),
@@ -105,9 +113,10 @@ def gradients(model: nn.Module, batch: RequestBatch) -> tuple[torch.Tensor, dict
     return logits, {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("config", [CONFIG, DEEP], ids=["shallow", "deep"])
 @pytest.mark.parametrize(("candidates", "events"), SHAPES, ids=str)
-def test_expanded_and_broadcast_evaluation_agree_with_gradients(candidates: list[int], events: list[int]) -> None:
-    model, batch = made(), batch_of(candidates, events)
+def test_expanded_and_broadcast_evaluation_agree_with_gradients(candidates, events, config) -> None:
+    model, batch = made(config), batch_of(candidates, events)
     batch.validate(SCHEMA)
     copied = expanded(batch)
     assert copied.num_requests == batch.num_candidates
@@ -143,6 +152,21 @@ def test_a_batch_of_requests_scores_as_each_request_alone() -> None:
         )
         rows.append(model(alone))
     torch.testing.assert_close(together, torch.cat(rows), rtol=1e-5, atol=1e-5)
+
+
+def test_the_request_side_is_encoded_at_the_requests_rows() -> None:
+    """FLOPs counted by PyTorch: what one more candidate costs does not depend on the encoder and the tower."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops(config: AdaptiveRankingConfig, num_candidates: int) -> int:
+        model, batch = made(config), batch_of([num_candidates], [9])
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(batch)
+        return counter.get_total_flops()
+
+    deeper = dataclasses.replace(DEEP, num_encoder_layers=3, num_request_layers=3)
+    assert flops(deeper, 5) - flops(deeper, 1) == flops(DEEP, 5) - flops(DEEP, 1)
+    assert flops(deeper, 1) > 1.3 * flops(DEEP, 1)
 
 
 def test_what_the_logits_depend_on() -> None:
@@ -245,6 +269,8 @@ def test_bias_terms(bias: bool) -> None:
         (lambda: AdaptiveRankingConfig(token_dim=0), "token_dim=0 must be 1 or more"),
         (lambda: AdaptiveRankingConfig(num_layers=0), "num_layers=0"),
         (lambda: AdaptiveRankingConfig(head_widths=(0,)), r"head_widths=\(0,\)"),
+        (lambda: AdaptiveRankingConfig(num_request_layers=-1), "num_request_layers=-1 must be 0 or more"),
+        (lambda: AdaptiveRankingConfig(num_encoder_layers=1, encoder_dim=15), "num_encoder_heads=2 must divide .* 15"),
         (
             lambda: AdaptiveRankingConfig(token_dim=15, num_history_heads=2),
             "num_history_heads=2 must divide token_dim=15",
