@@ -142,12 +142,11 @@ def _cuda(
     candidate_to_request: Tensor,
     event_logits_TH: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    if query_BHD.dtype == torch.float64:
+    if query_BHD.dtype == torch.float64 or query_BHD.shape[2] > 256:  # beyond what the kernel takes
         from torchrec_adaptive.ops.broadcast_attention_reference import broadcast_attention_reference as attend
     else:
-        from torchrec_adaptive.ops.broadcast_attention_triton import (  # loads Triton
-            broadcast_attention_triton as attend,
-        )
+        # loads Triton
+        from torchrec_adaptive.ops.broadcast_attention_triton import broadcast_attention_triton as attend
     return attend(query_BHD, key_THD, value_THD, lengths_R, candidate_to_request, event_logits_TH)
 
 
