@@ -12,6 +12,8 @@ Stock TorchRec looks every feature up at B rows. Tables read from several sides 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -139,30 +141,50 @@ class RequestBroadcastEBC(EmbeddingBagCollection):
         request: dict[str, Tensor] = {}
         candidate: dict[str, Tensor] = {}
         sequences: dict[str, JaggedTensor] = {}
-        for bag, names in zip(self.embedding_bags.values(), self._feature_names, strict=True):
+        request_bags, candidate_bags = self._bags(features.request), self._bags(features.candidate)
+        for config, names in zip(self._embedding_bag_configs, self._feature_names, strict=True):
+            weight = cast(nn.EmbeddingBag, self.embedding_bags[config.name]).weight
             for name in names:
                 if name in self.sequence_features:
                     events = features.history[name]
-                    weight = bag.weight
-                    assert isinstance(weight, Tensor)
                     rows = nn.functional.embedding(events.values(), weight).float()
                     sequences[name] = JaggedTensor(rows, lengths=events.lengths())
-                    continue
-                side, out = (
-                    (features.request, request) if name in self.request_features else (features.candidate, candidate)
-                )
-                ids = side[name]
-                out[name] = bag(
-                    input=ids.values(), offsets=ids.offsets(), per_sample_weights=self._weights(ids)
-                ).float()
+                elif name in self.request_features:
+                    request[name] = _look_up(weight, config.pooling, request_bags[name])
+                else:
+                    candidate[name] = _look_up(weight, config.pooling, candidate_bags[name])
         keys = [name for names in self._feature_names for name in names if name not in self.sequence_features]
         return BroadcastKeyedTensor(keys, request, candidate, features.candidate_to_request, sequences)
 
-    def _weights(self, ids: JaggedTensor) -> Tensor | None:
-        if not self.is_weighted():
-            return None
-        weights = ids.weights_or_none()
-        return torch.ones_like(ids.values(), dtype=torch.float32) if weights is None else weights
+    def _bags(self, side: KeyedJaggedTensor) -> dict[str, _Bags]:
+        """Every feature of a side: one pass over the offsets, where indexing by name would take one a feature."""
+        names = side.keys()
+        if not names:
+            return {}
+        ids = side.values()
+        starts_FR = side.offsets()[:-1].view(len(names), -1).to(ids.dtype)
+        starts_FR = starts_FR - starts_FR[:, :1]
+        sizes = side.length_per_key()
+        weights = side.weights_or_none() if self.is_weighted() else None
+        if self.is_weighted() and weights is None:
+            weights = torch.ones_like(ids, dtype=torch.float32)
+        weights_of = [None] * len(names) if weights is None else weights.split(sizes)
+        return dict(zip(names, map(_Bags, ids.split(sizes), starts_FR.unbind(0), weights_of), strict=True))
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """One feature: (V,) ids, (N,) where each row's bag begins, and (V,) weights or None."""
+
+    ids: Tensor
+    starts: Tensor
+    weights: Tensor | None
+
+
+def _look_up(weight: Tensor, pooling: PoolingType, bags: _Bags) -> Tensor:
+    """(N, D) float32; the function behind nn.EmbeddingBag, whose checks cost as much as a request's look-up."""
+    mode = 1 if pooling is PoolingType.MEAN else 0
+    return torch.embedding_bag(weight, bags.ids, bags.starts, False, mode, False, bags.weights)[0].float()
 
 
 def check_sides(

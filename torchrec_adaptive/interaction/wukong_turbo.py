@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_adaptive.interaction.mlp import make_mlp
-from torchrec_adaptive.ops import broadcast_factorization_machine, broadcast_linear
+from torchrec_adaptive.ops import RMSNorm, broadcast_factorization_machine, broadcast_linear
 from torchrec_adaptive.request import Broadcast
 
 Norm = Literal["layer", "rms"]
@@ -86,7 +86,7 @@ def make_norm(width: int, norm: Norm, bias: bool, eps: float = 1e-5) -> nn.Modul
     Returns:
         A module that keeps shapes.
     """
-    return nn.LayerNorm(width, eps=eps, bias=bias) if norm == "layer" else nn.RMSNorm(width, eps=eps)
+    return nn.LayerNorm(width, eps=eps, bias=bias) if norm == "layer" else RMSNorm(width, eps=eps)
 
 
 class FactorizationMachineBlock(nn.Module):
@@ -171,12 +171,26 @@ class WukongTurboBlock(nn.Module):
                 number of candidates.
         """
         self._check_inputs(candidate_BND, request)
-        mixed = torch.cat([self.fmb(candidate_BND, request), self.lcb(candidate_BND, request)], dim=1)
+        machine_BND = self.fmb(candidate_BND, request)
         if self.residual is not None:
-            return self.norm(mixed + self.residual(candidate_BND, request))
-        if request is None:
-            return self.norm(mixed + candidate_BND)
-        return self.norm(mixed + torch.cat([request.expand(), candidate_BND], dim=1))
+            mixed_BND = self._compress(candidate_BND, request)
+            mixed_BND[:, : self.config.num_fmb_tokens] += machine_BND
+            return self.norm(mixed_BND)
+        mixed_BND = torch.cat([machine_BND, self.lcb(candidate_BND, request)], dim=1)
+        mixed_BND += candidate_BND if request is None else torch.cat([request.expand(), candidate_BND], dim=1)
+        return self.norm(mixed_BND)
+
+    def _compress(self, candidate_BND: Tensor, request: Broadcast | None) -> Tensor:
+        """concat(0, LCB(X)) + residual(X) as one product: both are linear in X."""
+        assert self.residual is not None
+        first = self.config.num_fmb_tokens
+        weight_MN = self.residual.weight_MN
+        weight_MN = torch.cat([weight_MN[:first], weight_MN[first:] + self.lcb.weight_MN])
+        out_BMD = broadcast_linear(weight_MN, candidate_BND, request)
+        if self.residual.bias_M is not None and self.lcb.bias_M is not None:
+            out_BMD = out_BMD + self.residual.bias_M[:, None]
+            out_BMD[:, first:] += self.lcb.bias_M[:, None]
+        return out_BMD
 
     def _check_inputs(self, candidate_BND: Tensor, request: Broadcast | None) -> None:
         for side, tokens in (("candidate", candidate_BND), ("request", None if request is None else request.values)):

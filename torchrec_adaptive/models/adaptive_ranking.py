@@ -5,7 +5,7 @@ Shape letters: R requests, B candidates, T events, N tokens of a side, D token d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +19,8 @@ from torchrec_adaptive.models.config import AdaptiveRankingConfig
 from torchrec_adaptive.models.tokens import TokenProjection
 from torchrec_adaptive.request import Broadcast, FeatureSchema, RequestBatch
 from torchrec_adaptive.sequence import HistoryAttention, HistoryEncoder, HistoryMean
+
+_CANDIDATES_A_RUN = 512  # in inference on a CPU; fewer make small matrix products
 
 
 class AdaptiveRankingModel(nn.Module):
@@ -119,6 +121,16 @@ class AdaptiveRankingModel(nn.Module):
             candidate_BND = torch.cat([candidate_BND, attended_BD.unsqueeze(1)], dim=1)
             request_RND = torch.cat([request_RND, self.history_mean(columns).unsqueeze(1)], dim=1)
         request_RND = self._encode_request(self.dropout(request_RND))
+        if torch.is_grad_enabled() or candidate_BND.device.type != "cpu":
+            return self._mix(candidate_BND, request_RND, index)
+        parts = [
+            self._mix(candidate_BND[rows], request_RND[requests], index[rows] - requests.start)
+            for rows, requests in _runs(index)
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _mix(self, candidate_BND: Tensor, request_RND: Tensor, index: Tensor) -> Tensor:
+        """The layers that see both sides."""
         request = Broadcast(request_RND, index) if self.has_request_tokens else None
         mixed_BND = self.interaction(self.dropout(candidate_BND), request)
         return self.logits(self.head_activation(self.head(self.dropout(mixed_BND.flatten(1)))))
@@ -134,6 +146,15 @@ class AdaptiveRankingModel(nn.Module):
 
     def _candidate_rows(self, looked_up: BroadcastKeyedTensor) -> list[Tensor]:
         return [looked_up.candidate(f.name) for f in self.schema.candidate_bags]
+
+
+def _runs(candidate_to_request: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Runs of candidates whose activations stay in a CPU's cache, and the requests that each reads; one at least."""
+    num_candidates = candidate_to_request.shape[0]
+    for low in range(0, max(num_candidates, 1), _CANDIDATES_A_RUN):
+        rows = slice(low, min(low + _CANDIDATES_A_RUN, num_candidates))
+        own = candidate_to_request[rows]
+        yield rows, slice(int(own[0]), int(own[-1]) + 1) if len(own) else slice(0, 0)
 
 
 def _block_config(config: AdaptiveRankingConfig, num_tokens: int) -> WukongTurboBlockConfig:

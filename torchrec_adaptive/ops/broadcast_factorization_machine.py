@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchrec_adaptive.ops.broadcast_factorization_machine_cpu import broadcast_factorization_machine_cpu
 from torchrec_adaptive.ops.broadcast_linear import linear_flops, linear_gradients
-from torchrec_adaptive.ops.operands import check_sides, one_dtype, plain_region
+from torchrec_adaptive.ops.operands import check_sides, left_product, one_dtype, plain_region
 from torchrec_adaptive.ops.segments import num_request_tokens, segment_sum
 from torchrec_adaptive.request import Broadcast
 
@@ -46,7 +46,7 @@ def broadcast_factorization_machine(projection_NK: Tensor, candidate_BND: Tensor
     """
     num_request_tokens(projection_NK.shape[0], "the projection rows", candidate_BND, request)
     if request is None:
-        return torch.matmul(torch.matmul(projection_NK.mT, candidate_BND), candidate_BND.mT).mT
+        return torch.matmul(left_product(projection_NK.mT, candidate_BND), candidate_BND.mT).mT
     values, index = request.values, request.candidate_to_request
     num_candidates, num_requests = candidate_BND.shape[0], values.shape[0]
     check_sides(index, num_candidates, num_requests, projection=projection_NK, candidate=candidate_BND, request=values)

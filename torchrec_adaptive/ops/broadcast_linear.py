@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torchrec_adaptive.ops.broadcast_linear_cpu import broadcast_linear_cpu
-from torchrec_adaptive.ops.operands import check_sides, one_dtype, plain_region
+from torchrec_adaptive.ops.operands import check_sides, left_product, one_dtype, plain_region
 from torchrec_adaptive.ops.segments import num_request_tokens, segment_sum
 from torchrec_adaptive.request import Broadcast
 
@@ -55,7 +55,7 @@ def broadcast_linear(weight_MK: Tensor, candidate_BKD: Tensor, request: Broadcas
     if request is None:
         if candidate_BKD.dim() == 2:
             return torch.nn.functional.linear(candidate_BKD, weight_MK)
-        return torch.matmul(weight_MK, candidate_BKD)
+        return left_product(weight_MK, candidate_BKD)
     values, index = request.values, request.candidate_to_request
     check_sides(
         index, candidate_BKD.shape[0], values.shape[0], weight=weight_MK, candidate=candidate_BKD, request=values

@@ -65,3 +65,18 @@ def plain_region(operand: Tensor) -> torch.autocast:
         A context manager.
     """
     return torch.autocast(operand.device.type, enabled=False)
+
+
+def left_product(weight_MK: Tensor, tokens_BKD: Tensor) -> Tensor:
+    """A matrix on the left of many: `matmul` for autograd, which folds and so copies, and without a copy in inference.
+
+    Args:
+        weight_MK: (M, K) floats.
+        tokens_BKD: (B, K, D).
+
+    Returns:
+        (B, M, D).
+    """
+    if torch.is_grad_enabled() or tokens_BKD.dim() != 3 or torch.is_autocast_enabled(tokens_BKD.device.type):
+        return torch.matmul(weight_MK, tokens_BKD)
+    return torch.bmm(weight_MK.expand(tokens_BKD.shape[0], *weight_MK.shape), tokens_BKD)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_adaptive.ops import broadcast_attention
+from torchrec_adaptive.ops import RMSNorm, broadcast_attention
 from torchrec_adaptive.sequence.history_attention import event_ages, side_by_side
 
 
@@ -29,7 +29,7 @@ class HistoryEncoderLayer(nn.Module):
     def __init__(self, dim: int, num_heads: int, hidden_width: int, recency: bool) -> None:
         super().__init__()
         self.heads = (num_heads, dim // num_heads)
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
+        self.attention_norm, self.mlp_norm = RMSNorm(dim, eps=1e-6), RMSNorm(dim, eps=1e-6)
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
         self.up, self.down = nn.Linear(dim, hidden_width, bias=False), nn.Linear(hidden_width, dim, bias=False)
@@ -105,7 +105,7 @@ class HistoryEncoder(nn.Module):
         self.layers = nn.ModuleList(
             HistoryEncoderLayer(dim, num_heads, hidden_width or 4 * dim, recency) for _ in range(num_layers)
         )
-        self.norm = nn.RMSNorm(dim, eps=1e-6)
+        self.norm = RMSNorm(dim, eps=1e-6)
 
     def forward(self, columns: list[JaggedTensor]) -> tuple[Tensor, Tensor]:
         """Encode.
