@@ -14,17 +14,23 @@ from typing import Any
 
 import torch
 
+from torchrec_adaptive.serving.memory import keep_freed_memory
 
-def parse(description: str) -> argparse.Namespace:
-    """The options of every benchmark.
+
+def parse(description: str, plot: bool = False) -> argparse.Namespace:
+    """The options of every benchmark. Freed memory is kept from now on, as the server keeps it, for all peers alike.
 
     Args:
         description: the question that it answers.
+        plot: whether the benchmark draws one.
 
     Returns:
-        `quick` and `json`.
+        `quick` and `json`, and `plot` if there is one.
     """
+    keep_freed_memory()
     parser = argparse.ArgumentParser(description=description)
+    if plot:
+        parser.add_argument("--plot", type=Path, help="file to draw to; only without --quick")
     parser.add_argument("--quick", action="store_true", help="under 50 s, coarser")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     return parser.parse_args()

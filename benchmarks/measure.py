@@ -38,30 +38,63 @@ class Times:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], object]], budget_s: float, least_rounds: int = 3, most_rounds: int = 200
+    functions: Mapping[str, Callable[[], object]],
+    budget_s: float,
+    least_rounds: int = 3,
+    most_rounds: int = 200,
+    warm_up: bool = True,
 ) -> dict[str, Times]:
     """Call each function once a round, so that whatever the machine does meanwhile falls on all of them.
-
-    Each is called once before, unmeasured.
 
     Args:
         functions: by name.
         budget_s: no round begins after this, once there were `least_rounds`.
         least_rounds: rounds whatever they take.
         most_rounds: rounds at most.
+        warm_up: whether each is called once before, unmeasured.
 
     Returns:
         Times by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     with torch.inference_mode():
-        for function in functions.values():
+        for function in functions.values() if warm_up else ():
             function()
         started = time.perf_counter()
         for done in range(most_rounds):
             if done >= least_rounds and time.perf_counter() - started > budget_s:
                 break
             for name, function in functions.items():
+                before = time.perf_counter()
+                function()
+                seconds[name].append(time.perf_counter() - before)
+    return {name: Times(tuple(sorted(values))) for name, values in seconds.items()}
+
+
+def interleaved_with_slow(
+    fast: Mapping[str, Callable[[], object]],
+    slow: Mapping[str, Callable[[], object]],
+    rounds: int = 1,
+    fast_calls: int = 4,
+) -> dict[str, Times]:
+    """Peers that take seconds a call: each once a round, without a call before, and the fast ones before each of them.
+
+    Args:
+        fast: by name.
+        slow: by name.
+        rounds: of all slow ones.
+        fast_calls: of each fast one, before each slow one.
+
+    Returns:
+        Times by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in (*fast, *slow)}
+    with torch.inference_mode():
+        for _ in range(rounds):
+            for name, function in slow.items():
+                warm = any(seconds.values())
+                for fast_name, times in interleaved(fast, 0.0, fast_calls, warm_up=not warm).items():
+                    seconds[fast_name] += times.seconds
                 before = time.perf_counter()
                 function()
                 seconds[name].append(time.perf_counter() - before)

@@ -175,10 +175,13 @@ class WukongTurboBlock(nn.Module):
         if self.residual is not None:
             mixed_BND = self._compress(candidate_BND, request)
             mixed_BND[:, : self.config.num_fmb_tokens] += machine_BND
-            return self.norm(mixed_BND)
+            return self._normalise(mixed_BND)
         mixed_BND = torch.cat([machine_BND, self.lcb(candidate_BND, request)], dim=1)
         mixed_BND += candidate_BND if request is None else torch.cat([request.expand(), candidate_BND], dim=1)
-        return self.norm(mixed_BND)
+        return self._normalise(mixed_BND)
+
+    def _normalise(self, mixed_BND: Tensor) -> Tensor:
+        return self.norm(mixed_BND, overwrite=True) if isinstance(self.norm, RMSNorm) else self.norm(mixed_BND)
 
     def _compress(self, candidate_BND: Tensor, request: Broadcast | None) -> Tensor:
         """concat(0, LCB(X)) + residual(X) as one product: both are linear in X."""

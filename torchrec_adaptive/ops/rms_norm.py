@@ -23,8 +23,11 @@ class RMSNorm(nn.RMSNorm):
         tensor([[1.2000, 1.6000, 0.0000, 0.0000]])
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., width) floats to the same shape."""
+    def forward(self, x: Tensor, overwrite: bool = False) -> Tensor:
+        """(..., width) floats to the same shape.
+
+        With `overwrite`, the caller needs `x` no more, and the result may be written over it.
+        """
         if (
             torch.is_grad_enabled()
             or x.device.type != "cpu"
@@ -35,5 +38,5 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(x)
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = scale.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
-        out = x * scale
+        out = x.mul_(scale) if overwrite else x * scale
         return out if self.weight is None else out.mul_(self.weight)
