@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -16,9 +18,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from torchrec_adaptive.request import RequestBatch
+from torchrec_adaptive.serving.batcher import BatcherConfig, MicroBatcher, Overloaded, Scored
 from torchrec_adaptive.serving.engine import ScoringEngine
 from torchrec_adaptive.serving.metrics import ServingMetrics
-from torchrec_adaptive.serving.protocol import HEADER_LENGTH, BadRequest, decode_request, decompress, encode_response
+from torchrec_adaptive.serving.protocol import (
+    HEADER_LENGTH,
+    BadRequest,
+    InferRequest,
+    decode_request,
+    decompress,
+    encode_response,
+)
 from torchrec_adaptive.serving.tensors import describe_inputs, from_tensors
 
 SERVER_NAME = "torchrec-adaptive"
@@ -31,7 +42,7 @@ class Limits:
     Args:
         max_body_bytes: of a body, also when decompressed.
         max_candidates: over all requests of a call.
-        num_workers: calls that are scored at one time.
+        num_workers: calls that are decoded or encoded at one time.
     """
 
     max_body_bytes: int = 64 * 1024**2
@@ -44,18 +55,25 @@ class Limits:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
 
 
-def create_app(engine: ScoringEngine, metrics: ServingMetrics, limits: Limits | None = None) -> Starlette:
+def create_app(
+    engine: ScoringEngine,
+    metrics: ServingMetrics,
+    limits: Limits | None = None,
+    batching: BatcherConfig | None = None,
+) -> Starlette:
     """The ASGI application of one engine.
 
     Args:
         engine: that scores.
         metrics: to count in.
         limits: of a call.
+        batching: which calls are scored together, and how many may wait.
 
     Returns:
-        A Starlette application; every error is a JSON object with one sentence under "error".
+        A Starlette application; every error is a JSON object with one sentence under "error". Its `state.batcher` is
+        the queue of calls.
     """
-    endpoints = _Endpoints(engine, metrics, limits or Limits())
+    endpoints = _Endpoints(engine, metrics, limits or Limits(), batching or BatcherConfig())
     model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
     routes = [
         Route("/v2", endpoints.server_metadata),
@@ -69,15 +87,25 @@ def create_app(engine: ScoringEngine, metrics: ServingMetrics, limits: Limits | 
             Route(f"{prefix}/ready", endpoints.model_ready),
             Route(f"{prefix}/infer", endpoints.infer, methods=["POST"]),
         ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, BadRequest: _bad_request})
+    handlers = {HTTPException: _http_error, BadRequest: _bad_request, Overloaded: _overloaded}
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=endpoints.lifespan)
+    app.state.batcher = endpoints.batcher
     app.router.redirect_slashes = False
     return app
 
 
 class _Endpoints:
-    def __init__(self, engine: ScoringEngine, metrics: ServingMetrics, limits: Limits) -> None:
+    def __init__(self, engine: ScoringEngine, metrics: ServingMetrics, limits: Limits, batching: BatcherConfig) -> None:
         self.engine, self.metrics, self.limits = engine, metrics, limits
-        self.pool = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="score")
+        self.pool = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="codec")
+        self.batcher = MicroBatcher(engine, batching, metrics)
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
+        """Of the application: at its end the calls that were taken are scored."""
+        yield
+        await asyncio.to_thread(self.batcher.close)
+        self.pool.shutdown()
 
     async def alive(self, request: Request) -> Response:
         return JSONResponse({"live": True})
@@ -120,6 +148,9 @@ class _Endpoints:
         except BadRequest as error:
             status = error.status
             raise
+        except Overloaded:
+            status = 503
+            raise
         except ClientDisconnect:
             status = 499
             return Response(status_code=400)
@@ -133,21 +164,24 @@ class _Endpoints:
         loop = asyncio.get_running_loop()
         header_length = request.headers.get(HEADER_LENGTH)
         encoding = request.headers.get("content-encoding")
-        content, headers = await loop.run_in_executor(self.pool, self._score, body, encoding, header_length)
-        return Response(content, headers=headers)
-
-    def _score(self, body: bytes, encoding: str | None, header_length: str | None) -> tuple[bytes, dict[str, str]]:
-        body = decompress(body, encoding, self.limits.max_body_bytes)
-        request = decode_request(body, header_length)
-        batch = from_tensors(request.inputs, self.engine.schema, self.limits.max_candidates)
-        started = time.perf_counter()
-        probabilities, version = self.engine.score(batch)
-        self.metrics.model_latency_s.observe(time.perf_counter() - started)
-        outputs = {task: probabilities[:, column].numpy() for column, task in enumerate(self.engine.schema.tasks)}
-        encoded = encode_response(self.engine.store.model, version, request, outputs)
+        asked, batch = await loop.run_in_executor(self.pool, self._decode, body, encoding, header_length)
+        scored = await _wanted(request, self.batcher.submit(batch))
+        content, headers = await loop.run_in_executor(self.pool, self._encode, asked, scored)
         self.metrics.requests.inc(batch.num_requests)
         self.metrics.candidates.inc(batch.num_candidates)
-        return encoded
+        return Response(content, headers=headers)
+
+    def _decode(
+        self, body: bytes, encoding: str | None, header_length: str | None
+    ) -> tuple[InferRequest, RequestBatch]:
+        body = decompress(body, encoding, self.limits.max_body_bytes)
+        asked = decode_request(body, header_length)
+        return asked, from_tensors(asked.inputs, self.engine.schema, self.limits.max_candidates)
+
+    def _encode(self, asked: InferRequest, scored: Scored) -> tuple[bytes, dict[str, str]]:
+        columns = scored.probabilities.numpy()
+        outputs = {task: columns[:, column] for column, task in enumerate(self.engine.schema.tasks)}
+        return encode_response(self.engine.store.model, scored.version, asked, outputs)
 
     def _check_model(self, request: Request) -> None:
         name, version = request.path_params["model"], request.path_params.get("version")
@@ -173,6 +207,30 @@ class _Endpoints:
                 raise BadRequest(sentence, 413)
             chunks.append(chunk)
         return b"".join(chunks)
+
+
+async def _wanted(request: Request, future: Future[Scored]) -> Scored:
+    """What the future gives; where the client leaves before that, it is cancelled and ClientDisconnect is raised."""
+    scored = asyncio.wrap_future(future)
+    gone = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({scored, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not scored.done():
+            raise ClientDisconnect
+        return scored.result()
+    finally:
+        scored.cancel()
+        gone.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    """Returns when the client has left; the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _overloaded(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": "1"})
 
 
 async def _bad_request(request: Request, error: Exception) -> Response:

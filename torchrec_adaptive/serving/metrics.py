@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -10,6 +11,7 @@ from torchrec_adaptive.artifact import VersionRef
 from torchrec_adaptive.serving.engine import Live, ScoringEngine
 
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_CALLS_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 _STALENESS_BUCKETS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -32,6 +34,19 @@ class ServingMetrics:
         self.model_latency_s = Histogram(
             f"{prefix}_model_latency_seconds", "Of the model alone", buckets=_LATENCY_BUCKETS_S, registry=registry
         )
+        self.queued_calls = Gauge(f"{prefix}_queued_calls", "Calls that wait to be scored", registry=registry)
+        self.queue_wait_s = Histogram(
+            f"{prefix}_queue_wait_seconds",
+            "Of a call, until a scorer took it",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.calls_per_scoring = Histogram(
+            f"{prefix}_calls_per_scoring",
+            "Calls scored in one pass of the model",
+            buckets=_CALLS_BUCKETS,
+            registry=registry,
+        )
         self.updates = Counter(f"{prefix}_updates", "Versions taken or refused", ["result"], registry=registry)
         self.update_staleness_s = Histogram(
             f"{prefix}_update_staleness_seconds",
@@ -48,6 +63,12 @@ class ServingMetrics:
             f"{prefix}_staleness_seconds", "Since the step that trained the weights in use", registry=registry
         )
         staleness.set_function(lambda: time.time() - engine.live.trained_at_s)
+
+    def on_scoring(self, waits_s: Sequence[float]) -> None:
+        """Count a pass of the model over as many calls as there are waits."""
+        self.calls_per_scoring.observe(len(waits_s))
+        for wait_s in waits_s:
+            self.queue_wait_s.observe(wait_s)
 
     def on_update(self, live: Live) -> None:
         """Count a version taken."""
