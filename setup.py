@@ -13,6 +13,7 @@ EXTRAS = {
     "gpu": ["torchrec==1.8.*", "fbgemm-gpu==1.8.*"],
     "torchx": ["torchx>=0.7,<0.8"],
     "serving": ["starlette>=0.40", "uvicorn>=0.30", "httptools", "uvloop", "prometheus-client>=0.20"],
+    "parquet": ["pyarrow>=15"],
     "dev": [
         "pytest>=8",
         "hypothesis",

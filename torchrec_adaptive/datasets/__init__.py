@@ -1,4 +1,12 @@
-"""Real data sets as requests."""
+"""Real data sets as requests, and requests in Parquet files.
+
+What needs pyarrow is loaded when it is first used, so that the rest works without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from torchrec_adaptive.datasets.movielens import MovieLens, load_movielens, movielens_folder, movielens_schema
 from torchrec_adaptive.datasets.movielens_splits import (
@@ -10,17 +18,53 @@ from torchrec_adaptive.datasets.movielens_splits import (
     slice_requests,
     timeline,
 )
+from torchrec_adaptive.datasets.regroup import take_requests, to_single_impressions
+
+if TYPE_CHECKING:
+    from torchrec_adaptive.datasets.parquet_conversion import ConversionReport, convert_impressions
+    from torchrec_adaptive.datasets.parquet_layout import read_parquet_schema
+    from torchrec_adaptive.datasets.parquet_writer import write_impression_parquet, write_request_parquet
+    from torchrec_adaptive.datasets.request_parquet import ImpressionParquet, RequestParquet
+
+_HOMES = {
+    "ConversionReport": "parquet_conversion",
+    "ImpressionParquet": "request_parquet",
+    "RequestParquet": "request_parquet",
+    "convert_impressions": "parquet_conversion",
+    "read_parquet_schema": "parquet_layout",
+    "write_impression_parquet": "parquet_writer",
+    "write_request_parquet": "parquet_writer",
+}
 
 __all__ = [
+    "ConversionReport",
     "FixedRequests",
+    "ImpressionParquet",
     "MovieLens",
     "RandomSplitTraining",
+    "RequestParquet",
     "Requests",
     "ShuffledRequests",
+    "convert_impressions",
     "load_movielens",
     "movielens_folder",
     "movielens_schema",
     "random_split",
+    "read_parquet_schema",
     "slice_requests",
+    "take_requests",
     "timeline",
+    "to_single_impressions",
+    "write_impression_parquet",
+    "write_request_parquet",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'torchrec_adaptive.datasets' has no attribute {name!r}; it has {sorted(__all__)}")
+    return getattr(importlib.import_module(f"torchrec_adaptive.datasets.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
