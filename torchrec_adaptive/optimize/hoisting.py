@@ -22,6 +22,7 @@ def arguments(node: Node, *names: str) -> list[Any]:
 
 
 def row_axis(axis: int, rank: int) -> int:
+    """An axis counted from the front, of a tensor of that rank with its rows."""
     return axis + rank if axis < 0 else axis
 
 

@@ -81,6 +81,7 @@ def product(rewriter: Rewriter, node: Node) -> Value | None:
 
 
 def gram_entries(rewriter: Rewriter, node: Node, value: Gram, index: Any) -> Value | None:
+    """Entries of X Xᵀ picked by two constant index tensors, each on its side."""
     shape = rewriter.row_shape(node)
     if shape is None or len(shape) != 1 or not isinstance(index, tuple) or len(index) != 3 or index[0] != slice(None):
         return None
