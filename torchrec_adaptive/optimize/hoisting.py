@@ -27,6 +27,7 @@ def row_axis(axis: int, rank: int) -> int:
 
 
 def is_request(value: Value | None) -> bool:
+    """Whether a value has R rows."""
     return isinstance(value, Rows) and value.side is Side.REQUEST
 
 
@@ -43,6 +44,7 @@ def substituted(node: Node, into: Callable[[Value], Node]) -> Callable[[Rewriter
 
 
 def node_of(value: Value) -> Node:
+    """The node of a value that is a tensor of one side or a constant."""
     assert isinstance(value, Rows | Other)
     return value.node
 
