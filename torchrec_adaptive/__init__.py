@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrec_adaptive.embeddings import RequestBroadcastEBC
     from torchrec_adaptive.interaction import WukongTurboBlock
     from torchrec_adaptive.models import AdaptiveRankingModel
+    from torchrec_adaptive.optimize import request_orient
     from torchrec_adaptive.request import Broadcast, Feature, FeatureSchema, RequestBatch, RequestFeatures
 
 check_stack(installed_versions())
@@ -29,6 +30,7 @@ _HOMES = {
     "RequestBroadcastEBC": "embeddings",
     "RequestFeatures": "request",
     "WukongTurboBlock": "interaction",
+    "request_orient": "optimize",
 }
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "RequestBroadcastEBC",
     "RequestFeatures",
     "WukongTurboBlock",
+    "request_orient",
 ]
 
 
