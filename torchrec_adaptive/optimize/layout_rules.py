@@ -68,7 +68,9 @@ def joined(rewriter: Rewriter, node: Node, parts: Sequence[Value | None], axis: 
                 columns[half] += [first + column for column in getattr(value, f"{half}_columns")]
         first += width
     whole = {
-        half: own[0] if len(own) == 1 else rewriter.emit(torch.cat, own, axis) for half, own in nodes.items() if own
+        half: own[0] if len(own) == 1 and not rewriter.has_in_place else rewriter.emit(torch.cat, own, axis)
+        for half, own in nodes.items()
+        if own
     }
     if len(whole) == 2:
         rewriter.note(node, "decomposed")

@@ -20,6 +20,7 @@ from torchrec_adaptive.request import Side
 
 Rule = Callable[["Rewriter", Node], "Value | None"]
 ORIGIN = "request_orient_origin"
+_AUGMENTED = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imatmul", "setitem")
 _TIED = "ties the request's values to the candidate's element by element: no part of the result is the request's alone"
 _UNKNOWN = "no rule knows that it treats every row by itself"
 
@@ -53,6 +54,7 @@ class Rewriter:
         self.values: dict[Node, Value] = {}
         self.modules: dict[str, nn.Module] = {}
         self.kinds: dict[Node, tuple[Kind, str]] = {}
+        self.has_in_place = False
         self._origin: Node | None = None
         self._materialised: dict[Value, Node] = {}
         batch = self.graph.placeholder("batch")
@@ -73,6 +75,7 @@ class Rewriter:
         Returns:
             The new graph.
         """
+        self.has_in_place = any(is_in_place(node, self.model) for node in graph.nodes)
         for node in graph.nodes:
             self._origin = node
             if node.op == "placeholder":
@@ -83,6 +86,9 @@ class Rewriter:
                 rule = self.rules.get(operator_name(node, self.model))
                 value = None if rule is None else rule(self, node)
                 self.values[node] = self._as_it_was(node) if value is None else value
+                if is_in_place(node, self.model) and isinstance(node.args[0], Node):
+                    self.values[node.args[0]] = self.values[node]
+                    self._materialised.clear()
         return self.graph
 
     # --- for rules ---
@@ -196,6 +202,16 @@ def operator_name(node: Node, model: nn.Module) -> str:
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target) if node.op == "call_method" else ""
+
+
+def is_in_place(node: Node, model: nn.Module) -> bool:
+    """Whether a traced node changes its first operand."""
+    if node.op == "call_module":
+        return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
+    if node.kwargs.get("inplace") is True:
+        return True
+    name = operator_name(node, model)
+    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
 
 
 def module_of(node: Node) -> str:

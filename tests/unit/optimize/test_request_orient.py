@@ -223,6 +223,33 @@ def test_weights_changed_in_place_are_seen() -> None:
     assert not torch.allclose(before, after)
 
 
+class InPlace(UsersOwn):
+    """What is changed in place is read again, by its old name too."""
+
+    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
+        pooled = self.collection(sparse)
+        user, item = pooled["user"], pooled["item"]
+        both = torch.cat([user, item], dim=1)
+        before = both.sum(1)
+        both.relu_()
+        crossed = user * item
+        user += 1.0
+        return (
+            (both * both).sum(1)
+            + before
+            + (user * item).sum(1)
+            + crossed.sum(1)
+            + nn.functional.relu(user, True).sum(1)
+        )
+
+
+def test_changes_in_place_are_seen_where_they_were() -> None:
+    model = InPlace(make_collection()).eval()
+    oriented, batch = request_orient(model, SCHEMA), make_batch((3, 1, 4))
+    with torch.inference_mode():
+        torch.testing.assert_close(oriented(batch), run("UsersOwn", model, batch), atol=1e-5, rtol=1e-5)
+
+
 class Branching(UsersOwn):
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
         pooled = self.collection(sparse)
