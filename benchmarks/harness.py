@@ -17,17 +17,20 @@ import torch
 from torchrec_adaptive.serving.memory import keep_freed_memory
 
 
-def parse(description: str, plot: bool = False) -> argparse.Namespace:
-    """The options of every benchmark. Freed memory is kept from now on, as the server keeps it, for all peers alike.
+def parse(description: str, plot: bool = False, keep_memory: bool = True) -> argparse.Namespace:
+    """The options of every benchmark.
 
     Args:
         description: the question that it answers.
         plot: whether the benchmark draws one.
+        keep_memory: whether freed memory is kept from now on, as the server keeps it, for all peers alike; otherwise
+            the allocator stays as PyTorch finds it.
 
     Returns:
         `quick` and `json`, and `plot` if there is one.
     """
-    keep_freed_memory()
+    if keep_memory:
+        keep_freed_memory()
     parser = argparse.ArgumentParser(description=description)
     if plot:
         parser.add_argument("--plot", type=Path, help="file to draw to; only without --quick")

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
         torch.testing.assert_close(own, theirs, rtol=0, atol=1e-5)
     times = measure.interleaved(
         {"gemm": limits.gemm, "copy": limits.copy, "ours": ours, "expanded, 16 pairs": lambda: expanded(sample)},
-        budget_s=20.0 if options.quick else 120.0,
+        budget_s=12.0 if options.quick else 120.0,
     )
     measure.show(times)
     expanded_s = times["expanded, 16 pairs"].median * NUM_CANDIDATES / NUM_SAMPLED

@@ -2,13 +2,13 @@
 
     python -m benchmarks.request_training [--quick] [--json FILE]
 
-The reference model (benchmarks/reference_model.py, no dropout) takes one step on the same 320 candidates, with the same
+The reference model (benchmarks/reference_model.py, no dropout) takes one step on the same 200 candidates, with the same
 weights, histories of 200 events:
 
 | name | the step's batch |
 | --- | --- |
-| requests | 32 requests of 10 candidates each |
-| impressions | 320 requests of one candidate each, which carry all that their request says |
+| requests | 20 requests of 10 candidates each |
+| impressions | 200 requests of one candidate each, which carry all that their request says |
 
 A step is forward, weighted binary cross-entropy and backward to every parameter, tables included, whose gradients are
 dense in both. The optimizer is left out of the clock: it sees the same gradients either way, and would take the same
@@ -31,7 +31,7 @@ from torchrec_adaptive.datasets import load_movielens, to_single_impressions
 from torchrec_adaptive.models import RankingTask
 from torchrec_adaptive.request import RequestBatch
 
-NUM_REQUESTS, NUM_EVENTS = 32, 200
+NUM_REQUESTS, NUM_EVENTS = 20, 200
 MOST_GRADIENT_DIFF = 1e-4
 
 
