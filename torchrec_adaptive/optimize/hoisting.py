@@ -5,11 +5,9 @@ Rules hold for operators that treat every row by itself. An axis below 0 counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Node
-from torch.fx.node import map_aggregate
 
 from torchrec_adaptive.optimize.rewriting import Rewriter
 from torchrec_adaptive.optimize.values import Other, Rows, Value
@@ -31,18 +29,6 @@ def is_request(value: Value | None) -> bool:
     return isinstance(value, Rows) and value.side is Side.REQUEST
 
 
-def substituted(node: Node, into: Callable[[Value], Node]) -> Callable[[Rewriter], Node]:
-    """The same operator with its tensors replaced."""
-
-    def emit(rewriter: Rewriter) -> Node:
-        def replaced(argument: Any) -> Any:
-            return into(rewriter.values[argument]) if isinstance(argument, Node) else argument
-
-        return rewriter.emit_like(node, map_aggregate(node.args, replaced), map_aggregate(node.kwargs, replaced))
-
-    return emit
-
-
 def node_of(value: Value) -> Node:
     """The node of a value that is a tensor of one side or a constant."""
     assert isinstance(value, Rows | Other)
@@ -58,7 +44,7 @@ def hoist(rewriter: Rewriter, node: Node) -> Value | None:
     if not all(is_request(value) or (isinstance(value, Other) and value.is_constant) for value in read):
         return None
     rewriter.note(node, "hoisted")
-    return Rows(Side.REQUEST, substituted(node, node_of)(rewriter), shape)
+    return Rows(Side.REQUEST, rewriter.emit_like(node, node_of), shape)
 
 
 HALVES = ("request", "candidate")

@@ -107,43 +107,34 @@ def reshaped(rewriter: Rewriter, node: Node) -> Value | None:
         if value.side is Side.REQUEST:
             rewriter.note(node, "hoisted")
         return Rows(value.side, rewriter.emit(with_row_shape, value.node, shape), shape)
-    before, after = _around(value.shape, value.axis), None
+    prefix = math.prod(value.shape[: value.axis - 1])
     for axis in range(1, len(shape) + 1):
-        if _around(shape, axis)[0] == before[0] and after is None:
-            after = _regrouped(value, shape, axis)
-            if after is not None:
-                break
-    if after is None:
+        columns = _regrouped(value, shape, axis) if math.prod(shape[: axis - 1]) == prefix else None
+        if columns is not None:
+            break
+    else:
         return None
-    axis, columns = after
-    nodes = []
-    for half, own in zip(HALVES, columns, strict=True):
-        rest = (*shape[: axis - 1], len(own), *shape[axis:])
-        nodes.append(rewriter.emit(with_row_shape, getattr(value, half), rest))
+    nodes = [
+        rewriter.emit(with_row_shape, getattr(value, half), (*shape[: axis - 1], len(own), *shape[axis:]))
+        for half, own in zip(HALVES, columns, strict=True)
+    ]
     rewriter.note(node, "decomposed")
     return Mixed.of(axis, nodes, columns, shape)
 
 
-def _around(shape: Sequence[int], axis: int) -> tuple[int, int]:
-    """Elements of all axes before an axis, and of all behind it."""
-    return math.prod(shape[: axis - 1]), math.prod(shape[axis:])
-
-
-def _regrouped(
-    value: Mixed, shape: tuple[int, ...], axis: int
-) -> tuple[int, tuple[tuple[int, ...], tuple[int, ...]]] | None:
+def _regrouped(value: Mixed, shape: tuple[int, ...], axis: int) -> list[list[int]] | None:
     """The columns of both sides along another axis, where each new column belongs to one side and keeps its order."""
-    behind, new_behind = _around(value.shape, value.axis)[1], _around(shape, axis)[1]
+    behind, new_behind = math.prod(value.shape[value.axis :]), math.prod(shape[axis:])
     halves = []
-    for columns in (value.request_columns, value.candidate_columns):
+    for columns in value.columns:
         elements = [column * behind + place for column in columns for place in range(behind)]
         if len(elements) % new_behind:
             return None
         groups = [elements[first : first + new_behind] for first in range(0, len(elements), new_behind)]
         if any(g[0] % new_behind or g != list(range(g[0], g[0] + new_behind)) for g in groups):
             return None
-        halves.append(tuple(group[0] // new_behind for group in groups))
-    return axis, (halves[0], halves[1])
+        halves.append([group[0] // new_behind for group in groups])
+    return halves
 
 
 def transposed(rewriter: Rewriter, node: Node) -> Value | None:

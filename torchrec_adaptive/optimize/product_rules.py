@@ -31,12 +31,9 @@ def linear_function(rewriter: Rewriter, node: Node) -> Value | None:
     argument, weight, bias = arguments(node, "input", "weight", "bias")
     value, weight, bias = rewriter.value(argument), rewriter.value(weight), rewriter.value(bias)
     if isinstance(value, Mixed) and value.axis == len(value.shape) == 1 and isinstance(weight, Other):
-        constant = weight.is_constant and (bias is None or (isinstance(bias, Other) and bias.is_constant))
-        return (
-            _split_linear(rewriter, node, value, weight.node, None if bias is None else node_of(bias))
-            if constant
-            else None
-        )
+        if not all(isinstance(part, Other) and part.is_constant for part in (weight, bias or weight)):
+            return None
+        return _split_linear(rewriter, node, value, weight.node, None if bias is None else node_of(bias))
     return hoist(rewriter, node)
 
 
@@ -105,7 +102,7 @@ def gram_entries(rewriter: Rewriter, node: Node, value: Gram, index: Any) -> Val
     both.meta[ORIGIN] = value.source
     request, candidate = (rewriter.emit(_element, both, half) for half in range(2))
     rewriter.note(node, "decomposed")
-    return Mixed(1, request, candidate, tuple(gram.request_entries), tuple(gram.candidate_entries), shape)
+    return Mixed.of(1, (request, candidate), (gram.request_entries, gram.candidate_entries), shape)
 
 
 def _element(pair: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
@@ -135,18 +132,13 @@ def summed(rewriter: Rewriter, node: Node) -> Value | None:
         copied = rewriter.emit(torch.index_select, request, 0, rewriter.index)
         return Rows(Side.CANDIDATE, rewriter.emit(torch.add, candidate, copied), shape)
     moved = value.axis if keepdim or value.axis < axis else value.axis - 1
-    return Mixed(moved, request, candidate, value.request_columns, value.candidate_columns, shape)
+    return Mixed.of(moved, (request, candidate), value.columns, shape)
 
 
-def averaged(rewriter: Rewriter, node: Node) -> Value | None:
-    """mean over one axis, not the rows', of one side."""
+def over_one_axis(rewriter: Rewriter, node: Node) -> Value | None:
+    """mean and softmax over one axis, not the rows', of one side."""
     argument, axis = arguments(node, "input", "dim")
     value = rewriter.value(argument)
     if isinstance(value, Rows) and isinstance(axis, int) and row_axis(axis, len(value.shape) + 1) > 0:
         return hoist(rewriter, node)
     return None
-
-
-def softmax(rewriter: Rewriter, node: Node) -> Value | None:
-    """Over one axis, not the rows', of one side."""
-    return averaged(rewriter, node)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -19,6 +18,7 @@ from torchrec_adaptive.embeddings import RequestBroadcastEBC
 from torchrec_adaptive.optimize.report import Operator, RequestOrientReport
 from torchrec_adaptive.optimize.rewriting import ORIGIN, Rewriter, module_of
 from torchrec_adaptive.optimize.rules import RULES
+from torchrec_adaptive.optimize.tracing import trace
 from torchrec_adaptive.optimize.values import Mixed, Rows, Sparse, Value
 from torchrec_adaptive.request import Feature, FeatureSchema, Kind, RequestBatch, Side, batch_from_rows, nearest_name
 
@@ -61,7 +61,7 @@ def request_orient(model: nn.Module, schema: FeatureSchema) -> RequestOriented:
     was_training = model.training
     model.eval()
     try:
-        graph = _trace(model)
+        graph = trace(model)
         inputs = _placeholders(model, graph, schema)
         batches = [_random_batch(schema, counts, _device(model)) for counts in _EXAMPLES]
         runs = [_run(model, graph, _arguments(inputs, batch, schema)) for batch in batches]
@@ -69,8 +69,11 @@ def request_orient(model: nn.Module, schema: FeatureSchema) -> RequestOriented:
         counts = (batches[0].num_candidates, batches[1].num_candidates)
         rewriter = Rewriter(model, examples, counts, RULES, [f.name for f in schema.request_bags])
         new_graph = rewriter.rewrite(graph, _input_values(rewriter, inputs, schema))
-        GraphModule(_attributes(model, new_graph, rewriter), new_graph).graph.eliminate_dead_code()
-        oriented = RequestOriented(_attributes(model, new_graph, rewriter), new_graph, "RequestOriented").eval()
+        attributes = _attributes(model, new_graph, rewriter)
+        GraphModule(attributes, new_graph).graph.eliminate_dead_code()
+        read = {str(node.target) for node in new_graph.nodes}
+        attributes = {name: value for name, value in attributes.items() if name in read}
+        oriented = RequestOriented(attributes, new_graph, "RequestOriented").eval()
         after = [_run(oriented, oriented.graph, (batch,)) for batch in batches]
         _check_equal(model, after, runs)
         oriented.report = _report(rewriter, graph, batches, runs, after)
@@ -79,27 +82,6 @@ def request_orient(model: nn.Module, schema: FeatureSchema) -> RequestOriented:
         for name in [name for name in vars(model) if name.startswith(_CONSTANT)]:  # the tracer put them there
             delattr(model, name)
     return oriented.train(was_training)
-
-
-class _LookUpTracer(Tracer):
-    """Look-ups stay whole; parameters keep their names."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, EmbeddingBagCollection) or super().is_leaf_module(m, module_qualified_name)
-
-
-def _trace(model: nn.Module) -> Graph:
-    try:
-        graph = _LookUpTracer().trace(model)
-    except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/fx/" not in f.filename]
-        own = frames[-1] if len(frames) > 1 else None
-        where = f" at {own.filename}:{own.lineno}, `{own.line}`" if own else ""
-        raise ValueError(
-            f"{type(model).__name__} can't be traced by torch.fx{where}: {error}; make what depends on values into a "
-            "function under torch.fx.wrap, or orient the layers before it"
-        ) from error
-    return graph
 
 
 @dataclass(frozen=True)
@@ -112,19 +94,21 @@ class _Run:
 
 
 def _run(root: nn.Module, graph: Graph, arguments: Sequence[Any]) -> _Run:
-    interpreter = _Counting(root, garbage_collect_values=False, graph=graph)
+    interpreter = _Counting(root, graph)
     with torch.inference_mode(False), torch.no_grad():
         output = interpreter.run(*arguments)
     return _Run(dict(interpreter.env), interpreter.flops, output)
 
 
 class _Counting(Interpreter):
-    flops: dict[Node, int]
+    def __init__(self, root: nn.Module, graph: Graph) -> None:
+        super().__init__(root, garbage_collect_values=False, graph=graph)
+        self.flops: dict[Node, int] = {}
 
     def run_node(self, n: Node) -> Any:
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
-        self.__dict__.setdefault("flops", {})[n] = counter.get_total_flops()
+        self.flops[n] = counter.get_total_flops()
         return result
 
 
@@ -151,16 +135,11 @@ def _placeholders(model: nn.Module, graph: Graph, schema: FeatureSchema) -> dict
 
 
 def _arguments(inputs: dict[Node, str], batch: RequestBatch, schema: FeatureSchema) -> list[Any]:
-    """The model's own arguments: every candidate a row."""
-    return [batch.features.expand() if kind == "sparse" else _expanded_dense(batch, schema) for kind in inputs.values()]
-
-
-def _expanded_dense(batch: RequestBatch, schema: FeatureSchema) -> Tensor:
-    request = batch.request_dense[batch.candidate_to_request.long()]
-    both = torch.cat([request, batch.candidate_dense], dim=1)
-    request_columns, candidate_columns = _dense_columns(schema)
-    order = sorted(range(both.shape[1]), key=[*request_columns, *candidate_columns].__getitem__)
-    return both[:, order]
+    """The model's own arguments: every candidate a row, dense columns in the order of the schema."""
+    impressions = batch.to_impressions()
+    columns = [column for side in _dense_columns(schema) for column in side]
+    dense = impressions.dense_features[:, sorted(range(len(columns)), key=columns.__getitem__)]
+    return [impressions.sparse_features if kind == "sparse" else dense for kind in inputs.values()]
 
 
 def _dense_columns(schema: FeatureSchema) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -14,13 +14,13 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from torchrec_adaptive.optimize.report import Kind
-from torchrec_adaptive.optimize.split import undivided
+from torchrec_adaptive.optimize.split import Undivided
 from torchrec_adaptive.optimize.values import Gram, Mixed, Other, Pooled, RowCount, Rows, Shape, Sparse, Value
 from torchrec_adaptive.request import Side
 
 Rule = Callable[["Rewriter", Node], "Value | None"]
 ORIGIN = "request_orient_origin"
-_AUGMENTED = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imatmul", "setitem")
+_AUGMENTED = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imatmul")
 _TIED = "ties the request's values to the candidate's element by element: no part of the result is the request's alone"
 _UNKNOWN = "no rule knows that it treats every row by itself"
 
@@ -63,7 +63,6 @@ class Rewriter:
             for part in ("features", "request_dense", "candidate_dense")
         )
         self.index = self.graph.call_function(getattr, (self.features, "candidate_to_request"))
-        self._row_count: Node | None = None
 
     def rewrite(self, graph: Graph, inputs: dict[Node, Value]) -> Graph:
         """All nodes.
@@ -81,7 +80,7 @@ class Rewriter:
             if node.op == "placeholder":
                 self.values[node] = inputs[node]
             elif node.op == "output":
-                self.graph.output(self._at_candidates(node.args[0]))
+                self.graph.output(self._replaced(node.args[0], self.at_candidates))
             else:
                 rule = self.rules.get(operator_name(node, self.model))
                 value = None if rule is None else rule(self, node)
@@ -105,8 +104,9 @@ class Rewriter:
         """A call of a module in the new graph."""
         return self._marked(self.graph.call_module(name, arguments))
 
-    def emit_like(self, node: Node, arguments: Any, keywords: Any) -> Node:
-        """The old node's own operator, on other arguments."""
+    def emit_like(self, node: Node, into: Callable[[Value], Node]) -> Node:
+        """The old node's own operator, on what `into` makes of each value that it reads."""
+        arguments, keywords = self._replaced(node.args, into), self._replaced(node.kwargs, into)
         return self._marked(self.graph.create_node(node.op, node.target, arguments, keywords))
 
     def add_module(self, stem: str, module: nn.Module) -> str:
@@ -141,27 +141,19 @@ class Rewriter:
             self._materialised[value] = self._materialise(value)
         return self._materialised[value]
 
-    def whole(self, value: Mixed) -> Node:
-        """Both halves of a mixed value put together."""
-        order = [*value.request_columns, *value.candidate_columns]
-        places = None if order == sorted(order) else [order.index(column) for column in range(len(order))]
-        return self.emit(undivided, value.request, value.candidate, self.index, value.axis, places)
-
     # --- the node as it was ---
 
     def _materialise(self, value: Value) -> Node:
         if isinstance(value, Rows):
             return self.emit(torch.index_select, value.node, 0, self.index)
         if isinstance(value, Mixed):
-            return self.whole(value)
+            name = self.add_module("undivided", Undivided(value.axis, *value.columns))
+            return self.emit_module(name, value.candidate, value.request, self.index)
         if isinstance(value, Gram):
             tokens = self.at_candidates(value.tokens)
             return self.emit(torch.matmul, tokens, self.emit(torch.transpose, tokens, 1, 2))
         if isinstance(value, RowCount):
-            if self._row_count is None:
-                shape = self.emit(getattr, self.index, "shape")
-                self._row_count = self.emit(_first, shape)
-            return self._row_count
+            return self.emit(len, self.index)
         if isinstance(value, Shape):
             return self.emit(_shape, self.at_candidates(RowCount()), value.rest)
         assert isinstance(value, Sparse)
@@ -171,8 +163,8 @@ class Rewriter:
             "for its stride(), no more: move what reads it into a module of its own, behind the look-up"
         )
 
-    def _at_candidates(self, argument: Any) -> Any:
-        return map_aggregate(argument, lambda a: self.at_candidates(self.values[a]) if isinstance(a, Node) else a)
+    def _replaced(self, argument: Any, into: Callable[[Value], Node]) -> Any:
+        return map_aggregate(argument, lambda a: into(self.values[a]) if isinstance(a, Node) else a)
 
     def _as_it_was(self, node: Node) -> Value:
         if node.op == "get_attr":
@@ -180,7 +172,7 @@ class Rewriter:
             dims = tuple(example.shape) if isinstance(example, Tensor) else None
             return Other(self._marked(self.graph.get_attr(str(node.target))), True, dims)
         read = [self.values[argument] for argument in node.all_input_nodes]
-        new = self.emit_like(node, self._at_candidates(node.args), self._at_candidates(node.kwargs))
+        new = self.emit_like(node, self.at_candidates)
         if any(_reads_request(value) for value in read):
             alone = all(_reads_request(value) or (isinstance(value, Other) and value.is_constant) for value in read)
             self.note(node, "left", _UNKNOWN if alone and len(read) == 1 else _TIED)
@@ -228,10 +220,6 @@ def place_of(node: Node) -> str:
 
 def _reads_request(value: Value) -> bool:
     return isinstance(value, Mixed | Gram | Pooled) or (isinstance(value, Rows) and value.side is Side.REQUEST)
-
-
-def _first(shape: torch.Size) -> int:
-    return shape[0]
 
 
 def _shape(rows: int, rest: tuple[int, ...]) -> torch.Size:

@@ -5,6 +5,7 @@ A rule gives the node's value, or None to leave the operator as it was.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_adaptive.optimize import layout_rules as layout
 from torchrec_adaptive.optimize import product_rules as products
-from torchrec_adaptive.optimize.hoisting import HALVES, hoist, substituted
+from torchrec_adaptive.optimize.hoisting import HALVES, hoist
 from torchrec_adaptive.optimize.rewriting import Rewriter, Rule
 from torchrec_adaptive.optimize.values import Gram, Mixed, Other, Pooled, RowCount, Rows, Shape, Sparse, Value
 from torchrec_adaptive.request import Side
@@ -38,7 +39,7 @@ def elementwise(rewriter: Rewriter, node: Node) -> Value | None:
         return hoist(rewriter, node) if aligned else None
     if len(mixed) < len(read) or not all(value.same_columns(mixed[0]) for value in mixed):
         return None
-    halves = [substituted(node, lambda value, half=half: getattr(value, half))(rewriter) for half in HALVES]
+    halves = [rewriter.emit_like(node, operator.attrgetter(half)) for half in HALVES]
     rewriter.note(node, "decomposed")
     first = mixed[0]
     return Mixed.of(first.axis, halves, first.columns, first.shape)
@@ -123,6 +124,7 @@ def _rules() -> dict[str, Rule]:
     rules |= dict.fromkeys(["cat", "concat", "concatenate"], layout.concatenation)
     rules |= dict.fromkeys(["bmm", "matmul"], products.product)
     rules |= dict.fromkeys(["module:LayerNorm", "module:RMSNorm"], products.norm_module)
+    rules |= dict.fromkeys(["mean", "softmax"], products.over_one_axis)
     rules |= dict.fromkeys(["transpose", "swapaxes"], layout.transposed)
     rules |= {
         "module:Linear": products.linear_module,
@@ -130,8 +132,6 @@ def _rules() -> dict[str, Rule]:
         "_get_flatten_input": layout.flattened,
         "stack": layout.stacked,
         "sum": products.summed,
-        "mean": products.averaged,
-        "softmax": products.softmax,
         "getitem": item,
         "getattr": layout.attribute,
         "size": layout.size,

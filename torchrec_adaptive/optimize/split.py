@@ -133,23 +133,42 @@ class SplitGram(nn.Module):
         )
 
 
-def undivided(
-    request: Tensor, candidate: Tensor, candidate_to_request: Tensor, axis: int, places: list[int] | None
-) -> Tensor:
-    """The tensor that both halves stand for, with a copy of the request's for each candidate.
+class Undivided(nn.Module):
+    """The tensor that both halves stand for, with a copy of the request's columns for each candidate.
 
     Args:
-        request: (R, ...).
-        candidate: (B, ...).
-        candidate_to_request: (B,) integer.
         axis: along which they are divided.
-        places: for each column, its place in [request, candidate]; None where that is their order.
-
-    Returns:
-        (B, ...).
+        request_columns: (K_r) places of the request's columns in the undivided tensor.
+        candidate_columns: (K_c) places of the candidate's.
     """
-    whole = torch.cat([request.index_select(0, candidate_to_request), candidate], dim=axis)
-    return whole if places is None else whole.index_select(axis, torch.tensor(places, device=whole.device))
+
+    def __init__(self, axis: int, request_columns: Sequence[int], candidate_columns: Sequence[int]) -> None:
+        super().__init__()
+        self.axis = axis
+        placed = [(place, True, own) for own, place in enumerate(request_columns)]
+        placed += [(place, False, own) for own, place in enumerate(candidate_columns)]
+        self._pieces: list[tuple[bool, int, int]] = []  # (of the request, first of its columns, how many), in order
+        for _, is_request, own in sorted(placed):
+            last = self._pieces[-1] if self._pieces else None
+            if last is not None and last[0] == is_request and last[1] + last[2] == own:
+                self._pieces[-1] = (is_request, last[1], last[2] + 1)
+            else:
+                self._pieces.append((is_request, own, 1))
+
+    def forward(self, candidate: Tensor, request: Tensor, candidate_to_request: Tensor) -> Tensor:
+        """Put them together.
+
+        Args:
+            candidate: (B, ...).
+            request: (R, ...).
+            candidate_to_request: (B,) integer.
+
+        Returns:
+            (B, ...).
+        """
+        halves = {True: request.index_select(0, candidate_to_request), False: candidate}
+        pieces = [halves[is_request].narrow(self.axis, first, width) for is_request, first, width in self._pieces]
+        return torch.cat(pieces, dim=self.axis)
 
 
 def with_row_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
