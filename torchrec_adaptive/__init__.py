@@ -5,9 +5,9 @@ The public modules are importable from here; each is loaded when it is first use
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torchrec_adaptive._lazy import lazy_exports
 from torchrec_adaptive._stack import check_stack, installed_versions
 
 if TYPE_CHECKING:
@@ -45,12 +45,4 @@ __all__ = [
     "request_orient",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'torchrec_adaptive' has no attribute {name!r}; it has {sorted(_HOMES)}")
-    return getattr(importlib.import_module(f"torchrec_adaptive.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES, __all__)

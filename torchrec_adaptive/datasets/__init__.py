@@ -5,9 +5,9 @@ What needs pyarrow is loaded when it is first used, so that the rest works witho
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torchrec_adaptive._lazy import lazy_exports
 from torchrec_adaptive.datasets.movielens import MovieLens, load_movielens, movielens_folder, movielens_schema
 from torchrec_adaptive.datasets.movielens_splits import (
     FixedRequests,
@@ -59,12 +59,4 @@ __all__ = [
     "write_request_parquet",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'torchrec_adaptive.datasets' has no attribute {name!r}; it has {sorted(__all__)}")
-    return getattr(importlib.import_module(f"torchrec_adaptive.datasets.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES, __all__)

@@ -133,7 +133,7 @@ def decode_requests(table: pa.Table, schema: FeatureSchema) -> RequestBatch:
     for name, side in columns_of(schema).items():
         if name not in table.column_names:
             continue
-        column = _whole(table, name)
+        column = _plain(table.column(name))
         if side is Side.CANDIDATE:
             if not _is_list(column.type):
                 raise ValueError(
@@ -168,7 +168,7 @@ def decode_impressions(table: pa.Table, schema: FeatureSchema) -> RequestBatch:
     Raises:
         ValueError: nulls, types that do not fit, or values that the schema does not allow.
     """
-    columns = {name: _whole(table, name) for name in columns_of(schema) if name in table.column_names}
+    columns = {name: _plain(table.column(name)) for name in columns_of(schema) if name in table.column_names}
     return _decode(columns, schema, table.num_rows, np.arange(table.num_rows, dtype=np.int32))
 
 
@@ -182,14 +182,23 @@ def decode_ids(column: pa.ChunkedArray, name: str) -> pa.Array:
     Raises:
         ValueError: nulls, or another type.
     """
-    array = _without_nulls(column.combine_chunks(), name)
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _without_nulls(_plain(column), name)
     if pa.types.is_integer(array.type):
         return _cast(array, pa.int64(), name)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         return _cast(array, pa.string(), name)
     raise ValueError(f"column {name!r} has the type {array.type}; request ids must be integers or strings: cast them")
+
+
+def run_begins(ids: pa.Array) -> NDArray[np.bool_]:
+    """(N,) whether a row's id is another than that of the row before.
+
+    Args:
+        ids: (N,) without nulls.
+    """
+    begins = np.ones(len(ids), dtype=bool)
+    begins[1:] = pc.not_equal(ids[1:], ids[:-1]).to_numpy(zero_copy_only=False)
+    return begins
 
 
 def _decode(columns: Mapping[str, pa.Array], schema: FeatureSchema, num_requests: int, index: Array) -> RequestBatch:
@@ -276,8 +285,9 @@ def _numbers(values: pa.Array, name: str) -> Array:
     return _cast(values, pa.float32(), name, safe=False).to_numpy()
 
 
-def _whole(table: pa.Table, name: str) -> pa.Array:
-    array = table.column(name).combine_chunks()
+def _plain(column: pa.ChunkedArray) -> pa.Array:
+    """One array, dictionaries replaced by what they stand for."""
+    array = column.combine_chunks()
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     return array

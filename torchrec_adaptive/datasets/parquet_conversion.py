@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from torchrec_adaptive.datasets.arrow import pa, pc, pq
-from torchrec_adaptive.datasets.parquet_columns import decode_ids, decode_impressions
+from torchrec_adaptive.datasets.parquet_columns import decode_ids, decode_impressions, run_begins
 from torchrec_adaptive.datasets.parquet_layout import PathLike, check_columns, check_same_schema, columns_of, paths_of
 from torchrec_adaptive.datasets.parquet_writer import REQUESTS_A_ROW_GROUP, RequestsWriter, requests_writer
 from torchrec_adaptive.datasets.regroup import RequestSidesDiffer, fold_requests, take_requests
@@ -163,8 +162,7 @@ class _Folding:
             ids = pa.concat_arrays([self._waiting[1], ids])
         if not len(ids):
             return
-        begins = np.ones(len(ids), dtype=bool)
-        begins[1:] = pc.not_equal(ids[1:], ids[:-1]).to_numpy(zero_copy_only=False)
+        begins = run_begins(ids)
         try:
             batch = fold_requests(batch, torch.from_numpy(begins), schema)
         except RequestSidesDiffer as error:

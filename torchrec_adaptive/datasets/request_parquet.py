@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchrec_adaptive.datasets.arrow import pa, pc, pq
-from torchrec_adaptive.datasets.parquet_columns import decode_impressions, decode_requests
+from torchrec_adaptive.datasets.arrow import pa, pq
+from torchrec_adaptive.datasets.parquet_columns import decode_impressions, decode_requests, run_begins
 from torchrec_adaptive.datasets.parquet_layout import (
     REQUEST_ID,
     Layout,
@@ -229,7 +229,4 @@ class ImpressionParquet(_ParquetSource):
 def _begins(table: pa.Table) -> Ints:
     """(requests + 1,) where the rows of each request begin, and the number of rows."""
     ids = table.column(REQUEST_ID).combine_chunks()
-    if not len(ids):
-        return np.zeros(1, dtype=np.int64)
-    changes = np.flatnonzero(pc.not_equal(ids[1:], ids[:-1]).to_numpy(zero_copy_only=False))
-    return np.concatenate([[0], changes + 1, [len(ids)]])
+    return np.append(np.flatnonzero(run_begins(ids)), len(ids))
