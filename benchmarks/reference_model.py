@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_adaptive.models import AdaptiveRankingConfig, AdaptiveRankingModel, build_model
-from torchrec_adaptive.request import Feature, FeatureSchema, RequestBatch, RequestFeatures
+from torchrec_adaptive.request import Feature, FeatureSchema, RequestBatch, RequestFeatures, empty_kjt
 
 EMBEDDING_DIM, TABLE_ROWS = 64, 10_000
 NUM_REQUEST_BAGS, REQUEST_BAG_LENGTH = 64, 20
@@ -46,18 +46,28 @@ CONFIG = AdaptiveRankingConfig(
 
 def reference_schema() -> FeatureSchema:
     """Inputs as the table above has them; the history's items read the table of the candidates' first feature."""
-    request = [
-        Feature.bag(f"user_{number:02d}", "request", TABLE_ROWS, EMBEDDING_DIM) for number in range(NUM_REQUEST_BAGS)
-    ]
-    candidate = [
-        Feature.bag(f"item_{number:02d}", "candidate", TABLE_ROWS, EMBEDDING_DIM)
-        for number in range(NUM_CANDIDATE_BAGS)
-    ]
     history = [
         Feature.sequence("event_item", TABLE_ROWS, EMBEDDING_DIM, table="item_00"),
         Feature.sequence("event_action", 32, EMBEDDING_DIM),
     ]
-    return FeatureSchema((*request, *candidate, *history))
+    return FeatureSchema((*categorical_features(TABLE_ROWS, EMBEDDING_DIM), *history))
+
+
+def categorical_features(num_embeddings: int, embedding_dim: int) -> list[Feature]:
+    """The bags of both sides, `user_00` on for the request's and `item_00` on for the candidate's.
+
+    Args:
+        num_embeddings: of each.
+        embedding_dim: of each.
+
+    Returns:
+        The request's, then the candidate's.
+    """
+    return [
+        Feature.bag(f"{stem}_{number:02d}", side, num_embeddings, embedding_dim)
+        for stem, side, count in (("user", "request", NUM_REQUEST_BAGS), ("item", "candidate", NUM_CANDIDATE_BAGS))
+        for number in range(count)
+    ]
 
 
 def reference_model(config: AdaptiveRankingConfig = CONFIG, seed: int = 0) -> AdaptiveRankingModel:
@@ -79,7 +89,11 @@ def reference_model(config: AdaptiveRankingConfig = CONFIG, seed: int = 0) -> Ad
 
 
 def reference_batch(
-    candidates: Sequence[int], num_events: int = NUM_EVENTS, seed: int = 0, schema: FeatureSchema | None = None
+    candidates: Sequence[int],
+    num_events: int = NUM_EVENTS,
+    seed: int = 0,
+    schema: FeatureSchema | None = None,
+    bag_lengths: tuple[int, int] = (REQUEST_BAG_LENGTH, CANDIDATE_BAG_LENGTH),
 ) -> RequestBatch:
     """Random requests.
 
@@ -87,7 +101,8 @@ def reference_batch(
         candidates: of each request.
         num_events: of each history.
         seed: of the ids and labels.
-        schema: None for `reference_schema`.
+        schema: None for `reference_schema`; its dense features are random too.
+        bag_lengths: ids of every bag of the request, and of the candidate.
 
     Returns:
         A valid batch.
@@ -107,15 +122,20 @@ def reference_batch(
         )
 
     features = RequestFeatures(
-        bags(schema.request_bags, num_requests, REQUEST_BAG_LENGTH),
-        bags(schema.candidate_bags, num_candidates, CANDIDATE_BAG_LENGTH),
-        bags(schema.sequences, num_requests, num_events),
+        bags(schema.request_bags, num_requests, bag_lengths[0]),
+        bags(schema.candidate_bags, num_candidates, bag_lengths[1]),
+        bags(schema.sequences, num_requests, num_events) if schema.sequences else empty_kjt(num_requests),
         torch.repeat_interleave(torch.arange(num_requests, dtype=torch.int32), torch.tensor(candidates)),
     )
     labels = torch.randint(2, (num_candidates, 1), generator=generator).float()
-    return RequestBatch(
-        features, torch.empty(num_requests, 0), torch.empty(num_candidates, 0), labels, torch.ones(num_candidates)
+    request_dense, candidate_dense = (
+        torch.randn(rows, width, generator=generator)
+        for rows, width in (
+            (num_requests, schema.request_dense_width),
+            (num_candidates, schema.candidate_dense_width),
+        )
     )
+    return RequestBatch(features, request_dense, candidate_dense, labels, torch.ones(num_candidates))
 
 
 def model_flops(model: AdaptiveRankingModel, batch: RequestBatch) -> int:

@@ -14,37 +14,31 @@ operands and result, once each; views count nothing. `*_of_allowed` is the speed
 from __future__ import annotations
 
 import argparse
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node, Tracer
+from torch.fx import GraphModule, Interpreter, Node
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from benchmarks import harness, measure
+from benchmarks.reference_model import categorical_features, reference_batch
 from torchrec_adaptive.optimize import request_orient
-from torchrec_adaptive.request import Feature, FeatureSchema, RequestBatch, RequestFeatures
+from torchrec_adaptive.optimize.tracing import trace
+from torchrec_adaptive.request import Feature, FeatureSchema
 
 NUM_CANDIDATES, NUM_DENSE, TABLE_ROWS, EMBEDDING_DIM = 1024, 13, 2000, 128
-NUM_REQUEST_BAGS, NUM_CANDIDATE_BAGS = 64, 16
 DENSE_ARCH, OVER_ARCH = [512, 256, EMBEDDING_DIM], [1024, 1024, 512, 256, 1]
 DCN_LAYERS, DCN_RANK = 3, 512
 
 
 def make_schema() -> FeatureSchema:
     """Sides as the docstring above has them."""
-    request = [
-        Feature.bag(f"user_{number:02d}", "request", TABLE_ROWS, EMBEDDING_DIM) for number in range(NUM_REQUEST_BAGS)
-    ]
-    candidate = [
-        Feature.bag(f"item_{number:02d}", "candidate", TABLE_ROWS, EMBEDDING_DIM)
-        for number in range(NUM_CANDIDATE_BAGS)
-    ]
-    return FeatureSchema((Feature.dense("counters", "candidate", NUM_DENSE), *request, *candidate))
+    counters = Feature.dense("counters", "candidate", NUM_DENSE)
+    return FeatureSchema((counters, *categorical_features(TABLE_ROWS, EMBEDDING_DIM)))
 
 
 def make_models(schema: FeatureSchema) -> dict[str, nn.Module]:
@@ -70,26 +64,6 @@ def make_models(schema: FeatureSchema) -> dict[str, nn.Module]:
     return models
 
 
-def make_batch(schema: FeatureSchema) -> RequestBatch:
-    """One request with random ids."""
-    generator = torch.Generator().manual_seed(0)
-
-    def bags(features: tuple[Feature, ...], rows: int) -> KeyedJaggedTensor:
-        values = torch.randint(TABLE_ROWS, (len(features) * rows,), generator=generator)
-        lengths = torch.ones(len(features) * rows, dtype=torch.int32)
-        return KeyedJaggedTensor([feature.name for feature in features], values, lengths=lengths, stride=rows)
-
-    features = RequestFeatures(
-        bags(schema.request_bags, 1),
-        bags(schema.candidate_bags, NUM_CANDIDATES),
-        KeyedJaggedTensor([], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int32), stride=1),
-        torch.zeros(NUM_CANDIDATES, dtype=torch.int32),
-    )
-    dense = torch.randn(NUM_CANDIDATES, NUM_DENSE, generator=generator)
-    labels, weights = torch.zeros(NUM_CANDIDATES, 1), torch.ones(NUM_CANDIDATES)
-    return RequestBatch(features, torch.empty(1, 0), dense, labels, weights)
-
-
 class _Traffic(Interpreter):
     """Counts the bytes of operands and results, node by node."""
 
@@ -99,27 +73,18 @@ class _Traffic(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if n.op not in ("call_module", "call_function", "call_method") or n.target in (getattr, operator.getitem):
-            self.num_bytes += sum(map(_bytes, _tensors(result))) if _indexes(n) else 0
+        if n.op not in ("call_module", "call_function", "call_method") or n.target is getattr:
             return result
-        arguments, keywords = self.fetch_args_kwargs_from_env(n)
-        operands = _tensors((arguments, list(keywords.values())))
+        operands = _tensors(list(self.fetch_args_kwargs_from_env(n)))
         storages = {tensor.untyped_storage().data_ptr() for tensor in operands}
         results = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in storages]
         if results:
             self.num_bytes += sum(map(_bytes, results)) + sum(map(_bytes, operands))
             if n.op == "call_module":
                 module = self.fetch_attr(str(n.target))
-                if isinstance(module, EmbeddingBagCollection):
-                    self.num_bytes += sum(map(_bytes, results))  # the rows read, as many as written
-                else:
-                    self.num_bytes += sum(map(_bytes, module.parameters()))
+                looks_up = isinstance(module, EmbeddingBagCollection)  # which reads as many rows as it writes
+                self.num_bytes += sum(map(_bytes, results if looks_up else module.parameters()))
         return result
-
-
-def _indexes(node: Node) -> bool:
-    """Whether a node picks elements by index tensors, which copies."""
-    return node.target is operator.getitem and isinstance(node.args[1], tuple) and len(node.args[1]) == 3
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -128,6 +93,8 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, KeyedTensor):
         own = [*getattr(value, "_request", {}).values(), *getattr(value, "_candidate", {}).values()]
         return own or [value.values()]
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, list | tuple):
         return [tensor for part in value for tensor in _tensors(part)]
     return []
@@ -153,11 +120,6 @@ def traffic(module: GraphModule, *arguments: Any) -> int:
     return counter.num_bytes
 
 
-class _LookUpTracer(Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, EmbeddingBagCollection) or super().is_leaf_module(m, module_qualified_name)
-
-
 def run(options: argparse.Namespace) -> dict[str, float]:
     """Measure.
 
@@ -168,7 +130,8 @@ def run(options: argparse.Namespace) -> dict[str, float]:
         Figures by name.
     """
     schema = make_schema()
-    batch, limits = make_batch(schema), measure.Machine()
+    batch = reference_batch([NUM_CANDIDATES], schema=schema, bag_lengths=(1, 1))
+    limits = measure.Machine()
     expanded = (batch.candidate_dense, batch.features.expand())
     figures: dict[str, float] = {}
     for name, model in make_models(schema).items():
@@ -189,7 +152,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
         flops_per_s, bytes_per_s = limits.flops_per_s(times["gemm"]), limits.bytes_per_s(times["copy"])
         flops = oriented.report.flops(1, NUM_CANDIDATES)
         num_bytes = (
-            traffic(GraphModule(model, _LookUpTracer().trace(model)), *expanded),
+            traffic(GraphModule(model, trace(model)), *expanded),
             traffic(oriented, batch),
         )
         before_s, after_s = (f / flops_per_s + b / bytes_per_s for f, b in zip(flops, num_bytes, strict=True))
